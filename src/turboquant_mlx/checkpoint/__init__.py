@@ -1,0 +1,1 @@
+"""The checkpoint format: reading, writing, and letting stock libraries load it."""

@@ -1,0 +1,1 @@
+"""Text generation from the command line."""

@@ -1,0 +1,1 @@
+"""Array programs with one signature and several back-ends; one dispatcher chooses."""

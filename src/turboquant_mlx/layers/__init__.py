@@ -1,0 +1,1 @@
+"""nn.Module twins of linear and expert layers that hold packed weights."""

@@ -1,0 +1,1 @@
+"""The mathematics of quantized weights: arrays in, arrays out, nothing about models."""
