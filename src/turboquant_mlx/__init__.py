@@ -1,0 +1,67 @@
+"""TurboQuant for MLX: convert language models to 2-4 bit weights and run them.
+
+The public names are ``load``, ``convert``, ``quantize_weight``, ``dequantize_weight``,
+``PackedWeight`` and ``QuantSpec``. They are imported from where they live when they are first
+used, so importing this package brings in neither MLX nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PackedWeight",
+    "QuantSpec",
+    "__version__",
+    "convert",
+    "dequantize_weight",
+    "load",
+    "quantize_weight",
+]
+
+if TYPE_CHECKING:
+    from .checkpoint.loader import load
+    from .convert.pipeline import convert
+    from .quant.spec import QuantSpec
+    from .quant.weight import PackedWeight, dequantize_weight, quantize_weight
+
+_HOMES = {
+    "PackedWeight": ".quant.weight",
+    "QuantSpec": ".quant.spec",
+    "dequantize_weight": ".quant.weight",
+    "load": ".checkpoint.loader",
+    "quantize_weight": ".quant.weight",
+}
+
+
+class _ConvertPackage(ModuleType):
+    """``turboquant_mlx.convert`` is a package and a function of the public API at once.
+
+    The import system binds the package to the name whenever a module inside it is imported, so a
+    function under the same name would come and go; a package that can be called is both, always.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert a model: see turboquant_mlx.convert.pipeline.convert for the arguments."""
+        return importlib.import_module(".pipeline", self.__name__).convert(*args, **kwargs)
+
+
+if not TYPE_CHECKING:
+    importlib.import_module(".convert", __name__).__class__ = _ConvertPackage
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
