@@ -42,7 +42,9 @@ _Named = Iterator[tuple[str, np.ndarray]]
 
 def text_tensors(c: dict[str, Any], draw: Draw, experts: str) -> _Named:
     kind, hidden = c["model_type"], c["hidden_size"]
-    yield _linear(draw, "model.embed_tokens", c["vocab_size"], hidden, gain=4.0)
+    # Gemma multiplies embeddings by sqrt(hidden): any more here would drown its layers' outputs.
+    gain = 1.0 if kind == "gemma3_text" else 4.0
+    yield _linear(draw, "model.embed_tokens", c["vocab_size"], hidden, gain=gain)
     for n in range(c["num_hidden_layers"]):
         layer = f"model.layers.{n}"
         if "kv_lora_rank" in c:
