@@ -1,0 +1,505 @@
+"""Reading folders that the predecessor package (turboquant-mlx-full, up to 0.30.0) wrote.
+
+Such a folder has ``quantization.mode == "turboquant"`` in config.json and neither a version nor a
+manifest: what each module is follows from which tensors it has and from their shapes.
+``manifest_from_headers`` works that out from the safetensors headers alone, ``repack`` turns the
+tensors into ours. After both, nothing else in this package knows that the folder was not ours.
+
+Per module P of width I, with b bits, in their files and in ours:
+
+    P.weight      uint32, 32 // b codes in a word     -> P.codes, a dense stream (3 bits cost 3.0)
+                  or 20 trits in a word                  P.codes, unchanged
+    P.scales      float16 (bfloat16, float32)         -> P.scales, float16
+    P.codebook    float16 or float32 [2**b] or [3]    -> P.table, float32
+    P.signs       [I], +-1                            -> P.multiplier, float16
+    P.qjl_packed, P.qjl_norms, P.qjl_signs            -> P.qjl_codes, P.qjl_norms, P.qjl_multiplier
+    P.bias and every other tensor                     -> unchanged
+
+Decoded weights are exactly theirs. Each module has signs of its own, so each leads its own
+rotation group. ``tq_speculator.*`` (a kept multi-token-prediction head) is counted and dropped.
+
+Their reader fills what is missing with random numbers. This one raises a ``CheckpointError``
+naming the tensor. (Whether whole modules or files are absent is not for this module to see:
+``source.inspect_folder`` holds the files against the index, strict loading the modules against
+the model.)
+
+MLX-free at import: the planner reads headers too. Only ``repack`` needs MLX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import CheckpointError, QuantizationError, UnsupportedModelError
+from ..quant.spec import TRITS_PER_WORD, WORD_BITS, QuantSpec
+from .schema import (
+    AFFINE_GROUP_SIZES,
+    FLOAT_DTYPES,
+    HADAMARD_FACTORS,
+    Kind,
+    Manifest,
+    ModuleEntry,
+    MtpInfo,
+    expected_tensors,
+    has_manifest,
+)
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+MODE = "turboquant"
+CREATED_BY = "predecessor format"
+ROTATIONS = ("hadamard", "blockwise_hadamard", "none")
+SPECULATOR_PREFIX = "tq_speculator."
+SPECULATOR_FILE = "model-mtp.safetensors"
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+# Packed words that are put into the dense layout at once.
+BLOCK_BYTES = 32 * 2**20
+
+_CONFIG_KEYS = ("quantization", "quantization_config")
+_REQUIRED = ("weight", "scales", "codebook", "signs")
+_QJL = ("qjl_packed", "qjl_norms", "qjl_signs")
+_MARKS = ("codebook", "signs", *_QJL)
+_AFFINE = ("weight", "scales", "biases")
+_HINT = "the folder is incomplete or damaged; download it or convert the model again"
+
+
+class TensorHeader(Protocol):
+    """What is needed of a tensor's header: ``headers.TensorInfo`` has it."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def is_predecessor(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a folder in the predecessor's format."""
+    if has_manifest(config):
+        return False
+    blocks = (config.get(key) for key in _CONFIG_KEYS)
+    return any(isinstance(block, Mapping) and block.get("mode") == MODE for block in blocks)
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without its quantization, so that the model's plain class is built from it."""
+    return {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+
+
+def rotation_block(width: int) -> int:
+    """Length of the predecessor's Hadamard blocks for inputs of a width.
+
+    The largest 2**k, 12 * 2**k, 20 * 2**k or 28 * 2**k that divides the width, of any size.
+    """
+    quotients = [(m, width // m) for m in HADAMARD_FACTORS if width % m == 0]
+    return max(m * (quotient & -quotient) for m, quotient in quotients)
+
+
+def manifest_from_headers(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorHeader],
+    *,
+    read_tensor: Callable[[str], Any] | None = None,
+    width_of: Callable[[str], int | None] | None = None,
+) -> Manifest:
+    """The manifest that a predecessor folder would have, if it had one.
+
+    Args:
+        config: the whole content of config.json.
+        tensors: every tensor of the folder, name -> type and shape.
+        read_tensor: gives a tensor's values (anything ``np.asarray`` takes). Called for ``signs``
+            only, and only if the config says that there is no rotation: old releases stored
+            rotated weights all the same, and negative signs are how one can tell. Without it the
+            config is believed, which is good enough for sizes but not for decoding.
+        width_of: input width of a module of the model, or None where it is unknown. Only affine
+            modules need it, if more than one pair of bits and group size fits their shapes and
+            the config's ``affine_extras`` does not decide.
+
+    Returns:
+        A manifest with one entry per quantized module. Every module leads its own rotation group.
+        ``mtp`` counts the ``tq_speculator.*`` tensors that ``repack`` drops.
+
+        The kind is told from the shapes: a stack of three dimensions is a "switch" kind, an
+        affine matrix an "affine_embedding" if its name says so. A caller with the model at hand
+        knows better what sort of layer an affine module is.
+
+    Raises:
+        CheckpointError: a tensor of a module is missing, surplus, or of a type or shape that does
+            not fit the others; or the config contradicts itself. The message names it.
+        UnsupportedModelError: QJL together with rotation "none".
+    """
+    block = _quantization(config)
+    rotated = _is_rotated(block)
+    by_module: dict[str, dict[str, TensorHeader]] = {}
+    speculator = 0
+    for name, info in tensors.items():
+        if name.startswith(SPECULATOR_PREFIX):
+            speculator += 1
+            continue
+        path, _, suffix = name.rpartition(".")
+        by_module.setdefault(path, {})[suffix] = info
+
+    modules: dict[str, ModuleEntry] = {}
+    for path, parts in by_module.items():
+        if any(mark in parts for mark in _MARKS):
+            modules[path] = _turboquant_entry(path, parts, rotated, read_tensor)
+        elif "scales" in parts or "biases" in parts:
+            modules[path] = _affine_entry(path, parts, _affine_hint(block), width_of)
+        elif "weight" in parts and parts["weight"].dtype == "U32":
+            raise CheckpointError(
+                f"tensor {path}.weight is packed, but its scales and codebook are missing",
+                hint=_HINT,
+            )
+    return Manifest(
+        modules=modules,
+        options={key: value for key, value in block.items() if key not in ("codebook", "mode")},
+        created_by=CREATED_BY,
+        mtp=MtpInfo(SPECULATOR_FILE, speculator) if speculator else None,
+    )
+
+
+def repack(weights: dict[str, mx.array], manifest: Manifest) -> dict[str, mx.array]:
+    """Turn the tensors of a predecessor folder into those of our format.
+
+    Args:
+        weights: every tensor of the folder, by name, lazily loaded or not. The dictionary is
+            emptied on the way, so that a packed tensor is given up as soon as it is repacked.
+        manifest: what ``manifest_from_headers`` made of the same folder.
+
+    Returns:
+        Our tensors (``schema.expected_tensors``) of every module of the manifest, and all others
+        as they were. ``tq_speculator.*`` is left out. Codes that need another layout are
+        evaluated here, in blocks of ``BLOCK_BYTES``; everything else stays as lazy as it came.
+
+    Raises:
+        CheckpointError: a tensor of a module is missing, surplus or does not have the shape that
+            the manifest says; or scales that are not float16 cannot be stored as float16 exactly.
+    """
+    out: dict[str, mx.array] = {}
+    for path, entry in manifest.modules.items():
+        found = _affine_arrays(weights, path) if entry.is_affine else _arrays(weights, entry)
+        if f"{path}.bias" in weights or entry.bias:
+            found["bias"] = _take(weights, f"{path}.bias")
+        wanted = expected_tensors(entry)
+        for suffix, array in found.items():
+            if suffix not in wanted:
+                raise CheckpointError(f"tensor {path}.{suffix} belongs to nothing", hint=_HINT)
+            if array.shape != wanted[suffix].shape:
+                raise CheckpointError(
+                    f"tensor {path}.{suffix} is {list(array.shape)} after repacking, not "
+                    f"{list(wanted[suffix].shape)}",
+                    hint=_HINT,
+                )
+            out[f"{path}.{suffix}"] = array
+    for name in list(weights):
+        array = weights.pop(name)
+        if name.startswith(SPECULATOR_PREFIX):
+            continue
+        if name.rpartition(".")[0] in manifest.modules:
+            raise CheckpointError(f"tensor {name} belongs to nothing", hint=_HINT)
+        out[name] = array
+    return out
+
+
+def dense_codes(words: mx.array, bits: int, width: int) -> mx.array:
+    """Move codes from whole codes per word into one dense stream per row.
+
+    Args:
+        words: uint32 [..., ceil(width / (32 // bits))]. Code k of a word is at bit k * bits; the
+            bits of a word above its last code are ignored.
+        bits: 1 to 8.
+        width: codes in a row.
+
+    Returns:
+        uint32 [..., ceil(width * bits / 32)], code i of a row at bits [i * bits, (i + 1) * bits)
+        counted from the row's first word. The same array where both layouts agree (1, 2, 4 and
+        8 bits). Evaluated.
+    """
+    if WORD_BITS % bits == 0:
+        return words
+    import mlx.core as mx
+
+    rows = words.reshape(-1, words.shape[-1])
+    step = max(1, BLOCK_BYTES // (4 * words.shape[-1]))
+    blocks = []
+    for start in range(0, rows.shape[0], step):
+        blocks.append(_dense_block(rows[start : start + step], bits, width))
+        mx.eval(blocks[-1])
+    dense = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
+    dense = dense.reshape(*words.shape[:-1], dense.shape[-1])
+    mx.eval(dense)
+    return dense
+
+
+# ---- what the headers say ---------------------------------------------------------------------
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization block of a config; its two copies must not disagree where it matters."""
+    blocks = [config[key] for key in _CONFIG_KEYS if isinstance(config.get(key), Mapping)]
+    blocks = [block for block in blocks if block.get("mode") == MODE]
+    if not blocks:
+        raise CheckpointError(f"config.json has no quantization block of mode {MODE!r}")
+    for key in ("rotation", "affine_extras"):
+        if any(block.get(key) != blocks[0].get(key) for block in blocks):
+            raise CheckpointError(
+                f"config.json: quantization and quantization_config disagree on {key!r}"
+            )
+    return blocks[0]
+
+
+def _is_rotated(block: Mapping[str, Any]) -> bool:
+    rotation = block.get("rotation", "hadamard")
+    if rotation not in ROTATIONS:
+        raise CheckpointError(f"config.json: unknown rotation {rotation!r}")
+    return rotation != "none"
+
+
+def _affine_hint(block: Mapping[str, Any]) -> tuple[int, int] | None:
+    extras = block.get("affine_extras")
+    if extras is None:
+        return None
+    if not isinstance(extras, Mapping) or not {"bits", "group_size"} <= set(extras):
+        raise CheckpointError("config.json: affine_extras does not say bits and group_size")
+    return extras["bits"], extras["group_size"]
+
+
+def _turboquant_entry(
+    path: str,
+    parts: Mapping[str, TensorHeader],
+    rotated: bool,
+    read_tensor: Callable[[str], Any] | None,
+) -> ModuleEntry:
+    qjl = any(suffix in parts for suffix in _QJL)
+    _check_names(path, parts, (*_REQUIRED, *_QJL) if qjl else _REQUIRED)
+    rows = parts["weight"].shape[:-1]
+    if len(rows) not in (1, 2):
+        raise CheckpointError(
+            f"tensor {path}.weight has {len(rows) + 1} dimensions, neither a matrix nor a stack"
+        )
+    (width,) = _vector(path, "signs", parts)
+    (levels,) = _vector(path, "codebook", parts)
+    groups = parts["scales"].shape[-1] if parts["scales"].shape else 0
+    if groups < 1 or width % groups:
+        raise CheckpointError(
+            f"tensor {path}.scales has {groups} groups, which do not divide the width {width}",
+            hint=_HINT,
+        )
+    bits = levels.bit_length() - 1
+    ternary = levels == 3
+    if not ternary and (levels != 1 << bits or not 1 <= bits <= 8):
+        raise CheckpointError(f"tensor {path}.codebook has {levels} entries: no such code")
+    per_word = TRITS_PER_WORD if ternary else WORD_BITS // bits
+    _check(path, "weight", parts, ("U32",), (*rows, -(-width // per_word)))
+    _check(path, "scales", parts, FLOAT_DTYPES, (*rows, groups))
+    if qjl:
+        _check(path, "qjl_packed", parts, ("U32",), (*rows, -(-width // WORD_BITS)))
+        _check(path, "qjl_norms", parts, FLOAT_DTYPES, rows)
+        _check(path, "qjl_signs", parts, FLOAT_DTYPES, (width,))
+    if "bias" in parts:
+        _check(path, "bias", parts, FLOAT_DTYPES, rows)
+    if not rotated and read_tensor is not None:
+        rotated = bool((np.asarray(read_tensor(f"{path}.signs")) < 0).any())
+    if qjl and not rotated and rotation_block(width) > 1:
+        # There the sketch is rotated and the weight is not; our layers rotate both or neither.
+        raise UnsupportedModelError(
+            f"module {path}: a QJL sketch of a weight that is not rotated is not supported",
+            hint="convert the model again with our own converter",
+        )
+    try:
+        spec = QuantSpec(
+            code="ternary" if ternary else "scalar",
+            bits=2 if ternary else bits,
+            group_size=width // groups,
+            rotation_block=rotation_block(width) if rotated else 1,
+            qjl=qjl,
+        )
+    except QuantizationError as error:
+        raise CheckpointError(f"module {path}: {error.message}") from None
+    kind: Kind = "linear" if len(rows) == 1 else "switch"
+    return ModuleEntry.from_spec(path, kind, (*rows, width), spec, bias="bias" in parts)
+
+
+def _affine_entry(
+    path: str,
+    parts: Mapping[str, TensorHeader],
+    hint: tuple[int, int] | None,
+    width_of: Callable[[str], int | None] | None,
+) -> ModuleEntry:
+    _check_names(path, parts, _AFFINE)
+    rows = parts["weight"].shape[:-1]
+    words = parts["weight"].shape[-1] if parts["weight"].shape else 0
+    groups = parts["scales"].shape[-1] if parts["scales"].shape else 0
+    if len(rows) not in (1, 2):
+        raise CheckpointError(f"tensor {path}.weight is neither a matrix nor a stack of them")
+    _check(path, "weight", parts, ("U32",), (*rows, words))
+    _check(path, "scales", parts, FLOAT_DTYPES, (*rows, groups))
+    _check(path, "biases", parts, FLOAT_DTYPES, (*rows, groups))
+    if "bias" in parts:
+        _check(path, "bias", parts, FLOAT_DTYPES, rows)
+    # words * 32 = width * bits and width = groups * group_size: only bits * group_size is certain.
+    fits = [
+        (bits, size)
+        for bits in AFFINE_BITS
+        for size in AFFINE_GROUP_SIZES
+        if words and groups * size * bits == words * WORD_BITS
+    ]
+    known = width_of(path) if width_of is not None else None
+    if known is not None:
+        fits = [(bits, size) for bits, size in fits if groups * size == known]
+    if len(fits) > 1 and hint in fits:
+        fits = [hint]
+    if not fits:
+        raise CheckpointError(
+            f"tensors {path}.weight {list(parts['weight'].shape)} and {path}.scales "
+            f"{list(parts['scales'].shape)} fit no affine quantization",
+            hint=_HINT,
+        )
+    if len(fits) > 1:
+        pairs = " or ".join(f"{bits} bits of group size {size}" for bits, size in fits)
+        raise CheckpointError(f"module {path}: its shapes fit {pairs}, and nothing says which")
+    bits, size = fits[0]
+    return ModuleEntry(
+        path=path,
+        kind=_affine_kind(path, len(rows), "bias" in parts),
+        shape=(*rows, groups * size),
+        bits=bits,
+        group_size=size,
+        bias="bias" in parts,
+    )
+
+
+def _affine_kind(path: str, rank: int, has_bias: bool) -> Kind:
+    if rank == 2:
+        return "affine_switch"
+    name = path.rpartition(".")[2]
+    if not has_bias and ("embed" in name or name in ("wte", "wpe")):
+        return "affine_embedding"
+    return "affine_linear"
+
+
+def _check_names(path: str, parts: Iterable[str], wanted: tuple[str, ...]) -> None:
+    present = set(parts)
+    missing = [f"{path}.{suffix}" for suffix in wanted if suffix not in present]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        noun = "tensor" if len(missing) == 1 else "tensors"
+        raise CheckpointError(f"{noun} {', '.join(missing)} {verb} missing", hint=_HINT)
+    for suffix in parts:
+        if suffix not in wanted and suffix != "bias":
+            raise CheckpointError(f"tensor {path}.{suffix} belongs to nothing", hint=_HINT)
+
+
+def _vector(path: str, suffix: str, parts: Mapping[str, TensorHeader]) -> tuple[int]:
+    shape = parts[suffix].shape
+    if len(shape) != 1 or not shape[0]:
+        raise CheckpointError(f"tensor {path}.{suffix} is {list(shape)}, not a vector", hint=_HINT)
+    _check(path, suffix, parts, FLOAT_DTYPES, shape)
+    return (shape[0],)
+
+
+def _check(
+    path: str,
+    suffix: str,
+    parts: Mapping[str, TensorHeader],
+    dtypes: tuple[str, ...],
+    shape: tuple[int, ...],
+) -> None:
+    info = parts[suffix]
+    if info.dtype not in dtypes:
+        raise CheckpointError(f"tensor {path}.{suffix} is {info.dtype}, not {' or '.join(dtypes)}")
+    if tuple(info.shape) != tuple(shape):
+        raise CheckpointError(
+            f"tensor {path}.{suffix} is {list(info.shape)}, the other tensors of its module ask "
+            f"for {list(shape)}",
+            hint=_HINT,
+        )
+
+
+# ---- arrays -----------------------------------------------------------------------------------
+
+
+def _take(weights: dict[str, mx.array], name: str) -> mx.array:
+    if name not in weights:
+        raise CheckpointError(f"tensor {name} is missing", hint=_HINT)
+    return weights.pop(name)
+
+
+def _affine_arrays(weights: dict[str, mx.array], path: str) -> dict[str, mx.array]:
+    return {suffix: _take(weights, f"{path}.{suffix}") for suffix in _AFFINE}
+
+
+def _arrays(weights: dict[str, mx.array], entry: ModuleEntry) -> dict[str, mx.array]:
+    """Our arrays of one module, taken out of ``weights``."""
+    import mlx.core as mx
+
+    path, spec = entry.path, entry.spec
+    codes = _take(weights, f"{path}.weight")
+    if spec.code == "scalar":
+        words = -(-entry.width // (WORD_BITS // spec.bits))
+        if codes.shape[-1] != words:
+            raise CheckpointError(
+                f"tensor {path}.weight has {codes.shape[-1]} words in a row, not {words}",
+                hint=_HINT,
+            )
+        codes = dense_codes(codes, spec.bits, entry.width)
+    scales, exponent = _float16_scales(_take(weights, f"{path}.scales"), f"{path}.scales")
+    table = _take(weights, f"{path}.codebook").astype(mx.float32)
+    found = {
+        "codes": codes,
+        "scales": scales,
+        "table": table * 2.0**exponent if exponent else table,
+        "multiplier": _take(weights, f"{path}.signs").astype(mx.float16),
+    }
+    if spec.qjl:
+        found["qjl_codes"] = _take(weights, f"{path}.qjl_packed")
+        found["qjl_norms"] = _take(weights, f"{path}.qjl_norms").astype(mx.float16)
+        found["qjl_multiplier"] = _take(weights, f"{path}.qjl_signs").astype(mx.float16)
+    return found
+
+
+def _float16_scales(scales: mx.array, name: str) -> tuple[mx.array, int]:
+    """Scales as float16, and the exponent e of the power of two that the table must take over.
+
+    scales = 2**e * float16 scales, exactly. Wider types have a wider range than float16 needs,
+    but only within one tensor does the range matter.
+    """
+    import mlx.core as mx
+
+    if scales.dtype == mx.float16:
+        return scales, 0
+    wide = scales.astype(mx.float32)
+    largest = mx.abs(wide).max().item()
+    if not np.isfinite(largest):
+        raise CheckpointError(f"tensor {name} holds values that are not finite")
+    exponent = int(np.frexp(largest)[1])
+    # Two steps: 2**-exponent alone may be beyond float32 where the product is not.
+    half = exponent // 2
+    narrow = (wide * 2.0**-half * 2.0 ** (half - exponent)).astype(mx.float16)
+    back = narrow.astype(mx.float32) * 2.0 ** (exponent - half) * 2.0**half
+    if not mx.array_equal(back, wide).item():
+        raise CheckpointError(f"tensor {name} cannot be stored as float16 without a loss")
+    return narrow, exponent
+
+
+def _dense_block(words: mx.array, bits: int, width: int) -> mx.array:
+    """Dense stream of rows whose words hold fewer than 32 bits of codes (not evaluated).
+
+    With u unused bits in a word, word j of the stream starts u * j bits into word j of the
+    source and ends in the next one, until after 32 / u source words both start anew together.
+    """
+    import mlx.core as mx
+
+    used = WORD_BITS // bits * bits
+    unused = WORD_BITS - used
+    period = WORD_BITS // unused
+    rows, n_words = words.shape
+    padded = mx.pad(words & mx.array((1 << used) - 1, mx.uint32), [(0, 0), (0, -n_words % period)])
+    source = padded.reshape(rows, -1, period)
+    offset = mx.arange(period - 1, dtype=mx.uint32) * unused
+    stream = (source[..., :-1] >> offset) | (source[..., 1:] << (used - offset))
+    return mx.contiguous(stream.reshape(rows, -1)[:, : -(-width * bits // WORD_BITS)])
