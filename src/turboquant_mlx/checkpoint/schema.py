@@ -210,10 +210,14 @@ class ModuleEntry:
         _check_keys(values, keys, where)
         if not isinstance(values["shape"], (list, tuple)):
             raise CheckpointError(f"{where}: shape is not a list")
-        group = values.get("rotation_group", "")
-        if not isinstance(group, str) or ("rotation_group" in values and not group):
-            raise CheckpointError(f"{where}: rotation_group {group!r} is not a module path")
-        return cls(path=path, **values)
+        for key in ("code", "scale_layout", "rotation_group"):
+            if not isinstance(values.get(key, ""), str) or values.get(key) == "":
+                raise CheckpointError(f"{where}: {key} {values[key]!r} is not a name")
+        entry = cls(path=path, **values)
+        for key in ("bits", "window_bits"):
+            if key in values and getattr(entry, key) != values[key]:
+                raise CheckpointError(f"{where}: {key} {values[key]} does not suit {entry.code}")
+        return entry
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as it stands in the manifest; ``from_dict`` gives the same entry back."""
