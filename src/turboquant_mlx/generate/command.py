@@ -1,0 +1,188 @@
+"""``turboquant-generate``: load a model, apply its chat template, stream the answer.
+
+The answer, and nothing else, goes to standard output. Whatever else this command or a library
+below it has to say goes to standard error. Generation, sampling and penalties are mlx-lm's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from .. import cli
+from ..errors import OptionError
+from . import parser
+from .chat import encode_prompt, read_prompt
+from .defaults import read_generation_config, resolve_sampling
+from .statistics import Statistics, mlx_peak_bytes, process_peak_bytes
+from .stopping import end_token_ids, stop_token_ids
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run, with the folder that it came from."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+    config: dict[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model can produce."""
+        size = self.config.get("vocab_size")
+        if size is None:
+            # Models that read more than text describe their text part apart.
+            size = (self.config.get("text_config") or {}).get("vocab_size")
+        return size if isinstance(size, int) else len(self.tokenizer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``turboquant-generate``; returns the exit code."""
+    return cli.run(_command, argv)
+
+
+def load_model(
+    path_or_repo: str, *, trust_remote_code: bool = False, cpu_expand: Any = "auto"
+) -> LoadedModel:
+    """Load what ``--model`` names.
+
+    Raises:
+        TurboQuantError: no such model, an incomplete or damaged one, no tokenizer.
+    """
+    from ..checkpoint.loader import load
+    from ..checkpoint.source import resolve
+
+    # The loader gets the name as given: it trusts more in a local folder than in a repo.
+    model, tokenizer, config = load(
+        path_or_repo,
+        trust_remote_code=trust_remote_code,
+        cpu_expand=cpu_expand,
+        return_config=True,
+    )
+    folder = resolve(path_or_repo, allow_download=False)
+    return LoadedModel(folder, model, tokenizer, config)
+
+
+def stream_answer(responses: Iterable[Any], out: TextIO, statistics: Statistics) -> None:
+    """Write the text of mlx-lm's responses to ``out`` as it comes, then a line end.
+
+    Args:
+        responses: ``GenerationResponse`` objects.
+        statistics: kept up to date, so that it also holds after an interruption.
+    """
+    try:
+        for response in responses:
+            out.write(response.text)
+            out.flush()
+            statistics.update(response)
+    except KeyboardInterrupt:
+        if statistics.generated_tokens:
+            out.write("\n")
+            out.flush()
+        raise
+    out.write("\n")
+    out.flush()
+
+
+def _command(argv: Sequence[str] | None) -> int:
+    args = parser.build_parser().parse_args(argv)
+    parser.refuse_unavailable(args)
+    parser.refuse_contradictions(args)
+    prompt = read_prompt(args.prompt, sys.stdin)
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark, not a crash.
+        out.reconfigure(errors="replace")
+    # Libraries print (mlx-lm its memory warning, model code anything): not into the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        _answer(args, prompt, out)
+    return cli.EXIT_OK
+
+
+def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+    _check_cpu_expand(args.cpu_expand)
+    loaded = load_model(
+        args.model, trust_remote_code=args.trust_remote_code, cpu_expand=args.cpu_expand
+    )
+    tokenizer = loaded.tokenizer
+    generation_config = read_generation_config(loaded.folder)
+    sampling = resolve_sampling(
+        generation_config,
+        vocabulary=loaded.vocabulary,
+        temp=args.temp,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        rep_penalty=args.rep_penalty,
+        rep_ctx=args.rep_ctx,
+    )
+    end_ids = end_token_ids(tokenizer, loaded.config, generation_config)
+    end_ids |= stop_token_ids(tokenizer, args.stop, loaded.vocabulary)
+    # mlx-lm ends at these ids and keeps their text out of the answer.
+    tokenizer.eos_token_ids = end_ids
+    encoded = encode_prompt(tokenizer, prompt, no_think=args.no_think)
+    for notice in sampling.notices + encoded.notices:
+        cli.notice(notice)
+    _apply_model_options(args, loaded.model)
+
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+
+    from . import processors
+
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    statistics = Statistics()
+    responses = stream_generate(
+        loaded.model,
+        tokenizer,
+        encoded.tokens,
+        max_tokens=args.max_tokens,
+        sampler=processors.build_sampler(sampling),
+        logits_processors=processors.build_processors(
+            sampling,
+            min_tokens=args.min_tokens,
+            end_ids=end_ids,
+            think_end=None if args.multi_think else processors.think_end_id(tokenizer),
+        ),
+    )
+    try:
+        with contextlib.closing(responses):
+            stream_answer(responses, out, statistics)
+    finally:
+        if statistics.generated_tokens:
+            print(f"sampling: {sampling.describe()}", file=sys.stderr)
+            for line in statistics.lines(mlx_peak_bytes(), process_peak_bytes()):
+                print(line, file=sys.stderr)
+    if statistics.finish_reason == "stop" and statistics.generated_tokens == 1:
+        cli.notice("the model ended at once; --min-tokens 1 makes it write something")
+
+
+def _check_cpu_expand(cpu_expand: str) -> None:
+    if cpu_expand == "auto":
+        return
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.cpu:
+        raise OptionError(
+            f"--cpu-expand {cpu_expand} does not apply: MLX runs on the GPU here",
+            hint="leave it out; the packed weights are read by the GPU as they are",
+        )
+
+
+def _apply_model_options(args: argparse.Namespace, model: Any) -> None:
+    """Switch QJL off where asked for; say which options this model gives nothing to do."""
+    if args.cpu_expand == "auto" and not args.fast:
+        return
+    from ..layers.install import packed_layers, set_qjl
+
+    if args.cpu_expand != "auto" and not packed_layers(model):
+        cli.notice("--cpu-expand has no effect: this model has no packed weights")
+    if args.fast and not set_qjl(model, False):
+        cli.notice("--fast has no effect: this model has no QJL correction")
