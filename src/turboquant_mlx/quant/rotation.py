@@ -52,7 +52,7 @@ def is_supported_block(n: int) -> bool:
 
 
 def check_block(width: int, block: int) -> None:
-    """Raise QuantizationError unless rows of ``width`` can be transformed in blocks of ``block``."""
+    """Raise QuantizationError unless ``block`` is supported and divides ``width``."""
     if not is_supported_block(block):
         raise QuantizationError(f"a rotation block of {block} is not supported")
     if width % block:
@@ -168,7 +168,7 @@ def _transform(x: Any, block: int, inverse: bool) -> Any:
     if inner > 1 and power == inner and (m in (1, 12) or not inverse):
         y = mx.hadamard_transform(x.reshape(*shape[:-1], shape[-1] // block, block))
         return y.reshape(shape)
-    # H = kron(B, S): S along the fast axis, the small dense B (or its transpose) along the slow one.
+    # H = kron(B, S): S along the fast axis, the small dense B (or B^T) along the slow one.
     y = x.reshape(*shape[:-1], shape[-1] // block, outer, inner)
     if inner > 1:
         y = mx.hadamard_transform(y)

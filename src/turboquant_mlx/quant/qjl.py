@@ -1,0 +1,52 @@
+"""A 1-bit sketch of what quantization left over (QJL, Zandieh et al., 2024, applied to weights).
+
+For a residual row r in the stored domain: B = sign(H (sigma * r)) and ||r||, with random signs
+sigma and the block transform H. For a Gaussian projection sqrt(pi/2) * ||r|| * <B, P x> / m is an
+unbiased estimate of <r, x>; a Hadamard transform with random signs stands in for it, so
+
+    <r, x>  is estimated by  sqrt(pi/2) / sqrt(I) * ||r|| * <B, H (sigma * x)>
+
+and the dense residual that has the same effect is sqrt(pi/2) / sqrt(I) * ||r|| * sigma * (H^T B).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .packing import unpack_codes
+from .rotation import block_size, unrotate
+
+
+def sketch_block(width: int, rotation_block: int) -> int:
+    """Length of the sketch's own Hadamard blocks.
+
+    The rotation's blocks where they are the larger ones (always so with the "hadamard" rotation),
+    else the largest permitted ones: the wider a block, the closer it is to a random projection.
+    """
+    return max(rotation_block, block_size(width))
+
+
+def sketch_factor(width: int) -> float:
+    """sqrt(pi / 2) / sqrt(width)."""
+    return math.sqrt(0.5 * math.pi / width)
+
+
+def decode_sketch(codes: Any, norms: Any, multiplier: Any, width: int, block: int) -> Any:
+    """The dense residual of a sketch, in the stored domain.
+
+    Args:
+        codes: uint32 mx.array [..., ceil(width / 32)]; bit 1 means +1, bit 0 means -1.
+        norms: mx.array [...], the residual's norm per row.
+        multiplier: [width], the signs sigma.
+        width: input width.
+        block: Hadamard block of the sketch (``sketch_block``).
+
+    Returns:
+        float32 mx.array [..., width].
+    """
+    import mlx.core as mx
+
+    signs = unpack_codes(codes, 1, width).astype(mx.float32) * 2.0 - 1.0
+    scale = norms.astype(mx.float32)[..., None] * sketch_factor(width)
+    return unrotate(signs, block) * (multiplier.astype(mx.float32) * scale)
