@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -84,7 +84,7 @@ class _Job:
     """One weight on its way: inputs as rows, outputs filled in place."""
 
     spec: QuantSpec
-    label: str
+    name: str
     width: int
     levels: np.ndarray
     inverse_multiplier: np.ndarray  # float32 [I]
@@ -98,7 +98,7 @@ class _Job:
         return pack_trits(idx) if self.spec.code == "ternary" else pack_codes(idx, self.spec.bits)
 
     def fail_not_finite(self) -> QuantizationError:
-        return QuantizationError(f"{self.label} has values that are not finite")
+        return QuantizationError(f"{self.name} has values that are not finite")
 
 
 def quantize_weight(
@@ -109,6 +109,7 @@ def quantize_weight(
     qjl_multiplier: ArrayLike | None = None,
     seed: int = 42,
     label: str = "weight",
+    name: str | None = None,
     threads: int | None = None,
     backend: str | None = None,
 ) -> PackedWeight:
@@ -120,7 +121,8 @@ def quantize_weight(
         multiplier: [I], no zeros; stored as float16. Default: ``random_signs(I, seed, label)``.
         qjl_multiplier: [I] of +-1. Default: ``random_signs(I, seed, label + ".qjl")``.
         seed: of the random signs.
-        label: of the random signs, and the tensor's name in errors.
+        label: of the random signs; weights that read the same input share it.
+        name: the tensor's name in errors, default ``label``.
         threads: CPU threads, default all that the process may use. Never changes the result.
         backend: "numpy" or "mlx"; default NumPy on the CPU, MLX elsewhere.
 
@@ -131,16 +133,17 @@ def quantize_weight(
         QuantizationError: a shape, dtype, width, rotation block or multiplier that does not fit,
             or values that are not finite.
     """
-    _check(weight, spec, label)
+    name = label if name is None else name
+    _check(weight, spec, name)
     width = weight.shape[-1]
     rows = math.prod(weight.shape[:-1])
-    m = _vector(multiplier, random_signs, width, seed, label, label)
+    m = _vector(multiplier, width, seed, label, name)
     sigma = None
     if spec.qjl:
-        sigma = _vector(qjl_multiplier, random_signs, width, seed, label + ".qjl", label)
+        sigma = _vector(qjl_multiplier, width, seed, label + ".qjl", name)
     job = _Job(
         spec=spec,
-        label=label,
+        name=name,
         width=width,
         levels=code_levels(spec),
         inverse_multiplier=np.float32(1) / m.astype(np.float32),
@@ -167,33 +170,32 @@ def quantize_weight(
         table=mx.array(np.ldexp(job.levels, exponent)),
         multiplier=mx.array(m),
     )
-    if sigma is not None:
+    if job.qjl_codes is not None and job.qjl_norms is not None:
         if not np.all(job.qjl_norms < 65504.0):
-            raise QuantizationError(f"{label} has residuals too large for a QJL norm in float16")
+            raise QuantizationError(f"{name} has residuals too large for a QJL norm in float16")
         packed.qjl_codes = mx.array(job.qjl_codes.reshape(*lead, -1))
         packed.qjl_norms = mx.array(job.qjl_norms.astype(np.float16).reshape(lead))
         packed.qjl_multiplier = mx.array(sigma)
     return packed
 
 
-def _check(weight: mx.array, spec: QuantSpec, label: str) -> None:
+def _check(weight: mx.array, spec: QuantSpec, name: str) -> None:
     if weight.ndim not in (2, 3):
-        raise QuantizationError(f"{label} has {weight.ndim} dimensions, not 2 or 3")
+        raise QuantizationError(f"{name} has {weight.ndim} dimensions, not 2 or 3")
     if weight.dtype not in _FLOATS:
-        raise QuantizationError(f"{label} is {weight.dtype}, not a 16- or 32-bit float")
+        raise QuantizationError(f"{name} is {weight.dtype}, not a 16- or 32-bit float")
     if 0 in weight.shape:
-        raise QuantizationError(f"{label} is empty: {tuple(weight.shape)}")
+        raise QuantizationError(f"{name} is empty: {tuple(weight.shape)}")
     if weight.shape[-1] % spec.group_size:
         raise QuantizationError(
-            f"{label} is {weight.shape[-1]} wide, not a multiple of the group size "
-            f"{spec.group_size}"
+            f"{name} is {weight.shape[-1]} wide, not a multiple of the group size {spec.group_size}"
         )
     if spec.window_bits != spec.bits:
-        raise QuantizationError(f"{label}: a plain code has no {spec.window_bits}-bit window")
+        raise QuantizationError(f"{name}: a plain code has no {spec.window_bits}-bit window")
     try:
         check_block(weight.shape[-1], spec.rotation_block)
     except QuantizationError as e:
-        raise QuantizationError(f"{label}: {e.message}") from None
+        raise QuantizationError(f"{name}: {e.message}") from None
 
 
 def _vector(
@@ -201,22 +203,22 @@ def _vector(
     default: Callable[[int, int, str], np.ndarray],
     width: int,
     seed: int,
-    sign_label: str,
-    label: str,
+    sign_name: str,
+    name: str,
 ) -> np.ndarray:
     """A multiplier as float16, checked."""
     if given is None:
-        return default(width, seed, sign_label).astype(np.float16)
+        return random_signs(width, seed, label).astype(np.float16)
     if isinstance(given, mx.array):
         given = np.array(given.astype(mx.float32))
     with np.errstate(over="ignore"):
         vector = np.asarray(given).astype(np.float16)
     if vector.shape != (width,):
         raise QuantizationError(
-            f"{label}: the multiplier has shape {vector.shape}, the weight is {width} wide"
+            f"{name}: the multiplier has shape {vector.shape}, the weight is {width} wide"
         )
     if not (np.isfinite(vector).all() and vector.all()):
-        raise QuantizationError(f"{label}: the multiplier has zeros or values beyond float16")
+        raise QuantizationError(f"{name}: the multiplier has zeros or values beyond float16")
     return vector
 
 
@@ -409,13 +411,13 @@ def dequantize_weight(
     Weights larger than BLOCK_BYTES are decoded and evaluated block by block, so that only the
     result is ever held as a whole.
     """
-    options = {"rotated": rotated, "use_qjl": use_qjl, "dtype": dtype}
     first = packed.shape[0]
     step = block_rows(math.prod(packed.shape[1:]))
-    if step >= first:
-        return dequantize_rows(packed, slice(None), **options)
     blocks = []
     for start in range(0, first, step):
-        blocks.append(dequantize_rows(packed, slice(start, start + step), **options))
-        mx.eval(blocks[-1])
-    return mx.concatenate(blocks, axis=0)
+        rows = slice(start, min(start + step, first))
+        block = dequantize_rows(packed, rows, rotated=rotated, use_qjl=use_qjl, dtype=dtype)
+        if step < first:
+            mx.eval(block)
+        blocks.append(block)
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
