@@ -170,7 +170,7 @@ def quantize_weight(
         table=mx.array(np.ldexp(job.levels, exponent)),
         multiplier=mx.array(m),
     )
-    if job.qjl_codes is not None and job.qjl_norms is not None:
+    if sigma is not None and job.qjl_codes is not None and job.qjl_norms is not None:
         if not np.all(job.qjl_norms < 65504.0):
             raise QuantizationError(f"{name} has residuals too large for a QJL norm in float16")
         packed.qjl_codes = mx.array(job.qjl_codes.reshape(*lead, -1))
@@ -198,14 +198,7 @@ def _check(weight: mx.array, spec: QuantSpec, name: str) -> None:
         raise QuantizationError(f"{name}: {e.message}") from None
 
 
-def _vector(
-    given: ArrayLike | None,
-    default: Callable[[int, int, str], np.ndarray],
-    width: int,
-    seed: int,
-    sign_name: str,
-    name: str,
-) -> np.ndarray:
+def _vector(given: ArrayLike | None, width: int, seed: int, label: str, name: str) -> np.ndarray:
     """A multiplier as float16, checked."""
     if given is None:
         return random_signs(width, seed, label).astype(np.float16)
