@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""How fast our models run on a CPU, as ratios to stock mlx-lm measured in the same run.
+
+    python scripts/bench_cpu.py MODEL [--bits 3 4] [--prompt-tokens 512] [--generate-tokens 40]
+
+MODEL is a 16-bit source folder. Stock mlx-lm generates from it first; then, for each width, the
+model is converted, loaded by this package and timed in the same way, in a process of its own so
+that peak memory is the model's. Prefill is timed on exactly --prompt-tokens tokens and decode on
+--generate-tokens greedy ones, after a warm-up that also expands the weights; the time of that
+expansion is reported apart. ``--expand never`` times the path that keeps no expanded weights.
+
+Stock prefill is timed on fewer tokens (--stock-prompt-tokens) because it is slow; its rate per
+token does not depend on that within the noise. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="16-bit source folder")
+    parser.add_argument("--bits", type=int, nargs="+", default=[3, 4], choices=[2, 3, 4])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--generate-tokens", type=int, default=40)
+    parser.add_argument("--stock-prompt-tokens", type=int, default=128)
+    parser.add_argument("--expand", choices=["auto", "always", "never"], default="auto")
+    parser.add_argument("--measure", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.measure:
+        print(json.dumps(measure(args)))
+        return 0
+
+    rows = {"stock bf16": run(args, args.model, "stock", args.stock_prompt_tokens)}
+    with tempfile.TemporaryDirectory() as scratch:
+        for bits in args.bits:
+            folder = Path(scratch) / f"{bits}bit"
+            convert(args.model, folder, bits)
+            rows[f"ours {bits}-bit"] = run(args, folder, "ours", args.prompt_tokens)
+    stock = rows["stock bf16"]
+    print(f"{'':14}{'prefill':>10}{'ratio':>8}{'decode':>10}{'ratio':>8}{'warm-up':>9}{'peak RSS':>10}")
+    for name, row in rows.items():
+        row["prefill_ratio"] = row["prefill_tokens_per_s"] / stock["prefill_tokens_per_s"]
+        row["decode_ratio"] = row["decode_tokens_per_s"] / stock["decode_tokens_per_s"]
+        print(
+            f"{name:14}{row['prefill_tokens_per_s']:10.2f}{row['prefill_ratio']:8.2f}"
+            f"{row['decode_tokens_per_s']:10.2f}{row['decode_ratio']:8.2f}"
+            f"{row['warm_up_s']:8.1f}s{row['peak_rss_bytes'] / 1e9:8.2f}GB"
+        )
+    machine = {"machine": platform.platform(), "python": platform.python_version()}
+    machine |= {name: version(name) for name in ("mlx", "mlx-lm", "numpy")}
+    print(json.dumps({"benchmark": "cpu", "model": args.model.name, **machine, "rows": rows}))
+    return 0
+
+
+def convert(source: Path, target: Path, bits: int) -> None:
+    command = [sys.executable, "-m", "turboquant_mlx.convert", "--hf-path", str(source)]
+    subprocess.run(
+        [*command, "--bits", str(bits), "--mlx-path", str(target)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def run(args: argparse.Namespace, model: Path, kind: str, prompt_tokens: int) -> dict:
+    """Measure one model in a process of its own."""
+    command = [sys.executable, __file__, str(model), "--measure", kind]
+    command += ["--prompt-tokens", str(prompt_tokens), "--expand", args.expand]
+    command += ["--generate-tokens", str(args.generate_tokens)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Prefill and decode rates of one model, in tokens per second."""
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+
+    mx.set_default_device(mx.cpu)
+    if args.measure == "stock":
+        from mlx_lm import load
+
+        model, tokenizer = load(str(args.model))
+    else:
+        from turboquant_mlx import load
+
+        model, tokenizer = load(args.model, cpu_expand=args.expand)
+
+    text = "The history of the town goes back to a river crossing where traders met. " * 64
+    prompt = tokenizer.encode(text)[: args.prompt_tokens]
+    assert len(prompt) == args.prompt_tokens, "the built-in text is too short"
+
+    started = time.perf_counter()
+    mx.eval(model(mx.array(prompt[:8])[None]))
+    warm_up = time.perf_counter() - started
+    last = None
+    # no stop token: every run generates the same number of tokens
+    tokenizer._eos_token_ids = set()
+    for last in stream_generate(model, tokenizer, prompt, max_tokens=args.generate_tokens):
+        pass
+    assert last is not None
+    return {
+        "prompt_tokens": args.prompt_tokens,
+        "generated_tokens": last.generation_tokens,
+        "prefill_tokens_per_s": last.prompt_tps,
+        "decode_tokens_per_s": last.generation_tps,
+        "warm_up_s": warm_up,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Load a model: a folder of ours, one of the predecessor's, or any that mlx-lm takes.
+
+mlx-lm's own loader does the work. What happens around it: the files are checked first
+(``source.inspect_folder``), the config is normalised (``config.normalize_config``), the manifest
+decides the layers (``build.adopt``), and whatever goes wrong becomes one named error. Code that a
+folder carries is never run for our own format; the model file in it serves stock loaders only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm import utils as mlx_lm_utils
+
+from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
+from ..layers.cpu import CpuExpand
+from . import predecessor
+from .build import Transform, adopt
+from .config import normalize_config
+from .schema import MANIFEST_KEY, Manifest, has_manifest
+from .source import Folder, has_tokenizer, inspect_folder, resolve
+
+# Keys that would make mlx-lm act on a folder by itself; set to None, as they cannot be taken out.
+_TURBOQUANT_KEYS = ("model_file", "quantization", "quantization_config")
+
+KIMI_TYPES = ("kimi_k3",)
+"""Model types whose tokenizer code is trusted when the folder is local (the contract says so)."""
+
+
+def load(
+    path_or_repo: str | Path,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    cpu_expand: CpuExpand = "auto",
+    return_config: bool = False,
+):
+    """Load a model and its tokenizer, as ``mlx_lm.load`` does.
+
+    Args:
+        path_or_repo: a local folder or a hub repository.
+        tokenizer_config: extra arguments for the tokenizer.
+        lazy: leave the weights on disk until they are used.
+        revision: branch, tag or commit of a hub repository.
+        trust_remote_code: let code of the model run (tokenizer code, a ``model_file``). Folders in
+            our format need it for neither.
+        cpu_expand: on the CPU, whether decoded weights are kept ("auto", "always", "never").
+        return_config: also return the config.
+
+    Returns:
+        (model, tokenizer), or (model, tokenizer, config).
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError: each names what is wrong.
+    """
+    path = resolve(path_or_repo, revision=revision)
+    if not has_tokenizer(path):
+        inspect_folder(path)  # a folder that is no model at all is worth saying first
+        raise CheckpointError(
+            f"{path} has no tokenizer",
+            hint="copy tokenizer.json and tokenizer_config.json of the source model into it",
+        )
+    model, config = load_model(
+        path, lazy=lazy, trust_remote_code=trust_remote_code, cpu_expand=cpu_expand
+    )
+    is_local_kimi = config["model_type"] in KIMI_TYPES and Path(path_or_repo).is_dir()
+    tokenizer = load_tokenizer(
+        path,
+        config,
+        tokenizer_config=tokenizer_config,
+        trust_remote_code=trust_remote_code or is_local_kimi,
+    )
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_tokenizer(
+    path: Path,
+    config: dict[str, Any],
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+):
+    """The tokenizer of a model folder, in mlx-lm's wrapper.
+
+    Raises:
+        CheckpointError: its files cannot be read, or it needs code of its own and may not run it.
+    """
+    extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    try:
+        return mlx_lm_utils.load_tokenizer(
+            path, extra, eos_token_ids=config.get("eos_token_id", None)
+        )
+    except TurboQuantError:
+        raise
+    except Exception as error:  # the library raises whatever its parsers do
+        hint = None
+        if "trust_remote_code" in str(error):
+            hint = "its tokenizer runs code of its own: --trust-remote-code allows that"
+        raise CheckpointError(
+            f"the tokenizer of {path} cannot be read: {_first_line(error)}", hint=hint
+        ) from error
+
+
+def load_model(
+    path: str | Path,
+    *,
+    lazy: bool = False,
+    trust_remote_code: bool = False,
+    cpu_expand: CpuExpand = "auto",
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model from a local folder.
+
+    Args:
+        path: the folder.
+        lazy: leave the weights on disk until they are used.
+        trust_remote_code: let a source model's ``model_file`` run.
+        cpu_expand: see ``load``.
+
+    Returns:
+        (model, normalised config). The model is in evaluation mode.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError: each names what is wrong.
+    """
+    folder = inspect_folder(path)
+    config, _ = normalize_config(folder.config)
+    manifest, transform = read_manifest(folder)
+    if manifest is None:
+        get_classes: Callable = mlx_lm_utils._get_classes
+    else:
+        config = {**config, **dict.fromkeys(_TURBOQUANT_KEYS)}
+        get_classes = partial(_classes, manifest, transform, cpu_expand)
+    model, loaded = call_mlx_lm(
+        folder,
+        model_config=config,
+        get_model_classes=get_classes,
+        trust_remote_code=trust_remote_code,
+    )
+    if not lazy:
+        mx.eval(model.parameters())
+    return model, loaded
+
+
+def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
+    """The manifest of a folder, ours or derived, and what to do to its tensors; (None, None)
+    for a folder that is not TurboQuant's.
+
+    Raises:
+        CheckpointError: the manifest and the files disagree.
+    """
+    if has_manifest(folder.config):
+        manifest = Manifest.from_config(folder.config)
+        try:
+            manifest.check_tensors(folder.tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
+        return manifest, None
+    if predecessor.is_predecessor(folder.config):
+        manifest = predecessor.manifest_from_headers(
+            folder.config, folder.tensors, read_tensor=partial(_read_tensor, folder)
+        )
+        return manifest, partial(_repack, manifest)
+    return None, None
+
+
+def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    return predecessor.repack(weights, manifest)
+
+
+def _read_tensor(folder: Folder, name: str) -> np.ndarray:
+    array = mx.load(str(folder.file_of[name]))[name]
+    return np.array(array.astype(mx.float32))
+
+
+def _classes(manifest: Manifest, transform: Transform | None, cpu_expand: CpuExpand, config: dict):
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+
+    def build(args: Any) -> nn.Module:
+        return adopt(model_class(args), manifest, transform=transform, cpu_expand=cpu_expand)
+
+    return build, args_class
+
+
+def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """``mlx_lm.utils.load_model`` with lazy weights, its exceptions turned into named errors.
+
+    Raises:
+        UnsupportedModelError: the model type, or the precision of its weights.
+        CheckpointError: anything else that is wrong with the folder.
+    """
+    try:
+        return mlx_lm_utils.load_model(folder.path, lazy=True, strict=True, **options)
+    except TurboQuantError:
+        raise
+    except Exception as error:  # mlx-lm's model classes raise whatever their code does
+        raise _named_error(folder, error) from error
+
+
+def _named_error(folder: Folder, error: Exception) -> TurboQuantError:
+    text = _first_line(error)
+    path, model_type = folder.path, folder.model_type
+    if isinstance(error, ValueError) and "not supported" in text and "Model type" in text:
+        return UnsupportedModelError(
+            f"model type {model_type!r} is not supported by the installed mlx-lm",
+            hint="a newer release of mlx-lm may have it",
+        )
+    if isinstance(error, ValueError) and "custom module" in text:
+        return UnsupportedModelError(
+            f"{path} needs code of its own ({folder.config.get('model_file')}) to be built",
+            hint="--trust-remote-code runs it; do so only if you trust where it came from",
+        )
+    if isinstance(error, TypeError) and (missing := re.findall(r"'(\w+)'", text)):
+        return CheckpointError(f"{path}: config.json lacks {', '.join(missing)}")
+    if isinstance(error, KeyError):
+        return CheckpointError(f"{path}: {text} is missing (config key or tensor)")
+    lines = [line.strip(" .,") for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ValueError) and lines and re.match(r"(Missing|Received) \d+", lines[0]):
+        names = ", ".join(lines[1:])
+        shown = names if len(names) <= 300 else names[:300] + " ..."
+        kind = "are missing" if lines[0].startswith("Missing") else "fit nothing in the model"
+        return CheckpointError(f"{path}: tensors {kind}: {shown}")
+    if isinstance(error, ValueError) and "quant" in text.lower():
+        return UnsupportedModelError(f"{path}: {text}")
+    return CheckpointError(f"{path}: {text}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def is_turboquant(config: dict[str, Any]) -> bool:
+    """Whether a config.json belongs to a converted model, ours or the predecessor's."""
+    return MANIFEST_KEY in config or predecessor.is_predecessor(config)

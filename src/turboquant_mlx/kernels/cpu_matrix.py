@@ -1,0 +1,153 @@
+"""Products with a big constant matrix on the CPU: numpy's BLAS instead of MLX's.
+
+MLX's CPU wheel links the reference BLAS, and its quantized product is slower still for 16-bit
+activations, so every large matrix of one of our models goes through here on the CPU. A matrix is
+described by a function that produces float32 rows of it. Either all rows are expanded at the first
+use and kept (``keep=True``: 4 bytes a weight, fastest), or a bounded block of rows is expanded,
+used and dropped on each call (for models whose float32 form would not fit).
+
+Gradients pass through: the product is an ``mx.custom_function`` with its own vector-Jacobian
+product. Inside ``mx.compile`` or ``mx.vmap`` nothing here can run; callers test
+``dispatch.is_traced`` and take the portable path.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import numpy as np
+
+BLOCK_BYTES = 32 * 2**20
+"""Float32 bytes of the rows that are expanded at a time when the matrix is not kept."""
+
+
+def as_numpy(x: mx.array) -> np.ndarray:
+    """A float32 view (or copy, for other dtypes) of an evaluated array."""
+    if x.dtype != mx.float32:
+        x = x.astype(mx.float32)
+    return np.array(x, copy=False)
+
+
+class CpuMatrix:
+    """A float32 matrix W [rows, columns] that multiplies activations as ``x W^T``.
+
+    Args:
+        shape: (rows, columns).
+        expand: ``expand(start, stop)`` returns rows [start, stop) as a float32 array.
+        keep: whether the expanded matrix is kept between calls.
+        free: whether ``expand`` costs nothing (a view of memory that exists anyway), so that the
+            matrix needs neither keeping nor cutting into blocks.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        expand: Callable[[int, int], np.ndarray],
+        keep: bool = True,
+        free: bool = False,
+    ):
+        self.shape = shape
+        self.keep = keep and not free
+        self._free = free
+        self._expand = expand
+        self._dense: np.ndarray | None = None
+        self._lock = threading.Lock()
+        self._product = self._differentiable_product()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the expanded matrix that are held now."""
+        return 0 if self._dense is None else self._dense.nbytes
+
+    def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield (start, stop, rows) over the whole matrix, expanded as ``keep`` says."""
+        rows, columns = self.shape
+        if self.keep:
+            with self._lock:
+                if self._dense is None:
+                    self._dense = self._expand_all()
+            yield 0, rows, self._dense
+            return
+        step = self._block_rows()
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield start, stop, self._expand(start, stop)
+
+    def multiply(self, x: np.ndarray) -> np.ndarray:
+        """``x W^T`` for float32 x [n, columns]."""
+        out = np.empty((x.shape[0], self.shape[0]), np.float32)
+        for start, stop, rows in self.blocks():
+            np.matmul(x, rows.T, out=out[:, start:stop])
+        return out
+
+    def multiply_transposed(self, y: np.ndarray) -> np.ndarray:
+        """``y W`` for float32 y [n, rows]: what a gradient needs."""
+        out = np.zeros((y.shape[0], self.shape[1]), np.float32)
+        for start, stop, rows in self.blocks():
+            out += y[:, start:stop] @ rows
+        return out
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``x W^T`` over the last axis of ``x``, in the dtype of ``x``."""
+        return self._product(x)
+
+    def _expand_all(self) -> np.ndarray:
+        rows, columns = self.shape
+        dense = np.empty((rows, columns), np.float32)
+        step = self._block_rows()
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            dense[start:stop] = self._expand(start, stop)
+        return dense
+
+    def _block_rows(self) -> int:
+        if self._free:
+            return self.shape[0]
+        return max(1, BLOCK_BYTES // (4 * self.shape[1]))
+
+    def _differentiable_product(self) -> Callable[[mx.array], mx.array]:
+        rows, columns = self.shape
+
+        @mx.custom_function
+        def product(x: mx.array) -> mx.array:
+            y = self.multiply(as_numpy(x).reshape(-1, columns))
+            return mx.array(y).astype(x.dtype).reshape(*x.shape[:-1], rows)
+
+        @product.vjp
+        def product_vjp(x, cotangent, _):
+            grad = self.multiply_transposed(as_numpy(cotangent).reshape(-1, rows))
+            return mx.array(grad).astype(x.dtype).reshape(x.shape)
+
+        return product
+
+
+def expert_product(
+    x: mx.array, indices: mx.array, matrix_of: Callable[[int], CpuMatrix], rows: int
+) -> mx.array:
+    """Multiply each row by the matrix of its own expert, touching only the experts named.
+
+    The CPU twin of ``mx.gather_mm`` (which is float32 only there).
+
+    Args:
+        x: [..., n, columns]; the leading axes broadcast against ``indices``.
+        indices: integer array of expert numbers.
+        matrix_of: returns the matrix of one expert.
+        rows: outputs of each expert.
+
+    Returns:
+        [broadcast..., n, rows] in the dtype of ``x``.
+    """
+    chosen = np.array(indices)
+    values = as_numpy(x)
+    lead = np.broadcast_shapes(values.shape[:-2], chosen.shape)
+    n, columns = values.shape[-2:]
+    values = np.broadcast_to(values, (*lead, n, columns)).reshape(-1, n, columns)
+    chosen = np.broadcast_to(chosen, lead).reshape(-1)
+    out = np.empty((chosen.size, n, rows), np.float32)
+    for expert in np.unique(chosen):
+        members = np.flatnonzero(chosen == expert)
+        y = matrix_of(int(expert)).multiply(values[members].reshape(-1, columns))
+        out[members] = y.reshape(-1, n, rows)
+    return mx.array(out.reshape(*lead, n, rows)).astype(x.dtype)

@@ -1,0 +1,260 @@
+"""The CPU back-end of whole models: every large product goes through numpy's BLAS.
+
+Our packed layers do so by themselves. The layers that conversion left alone (a tied head above
+all) keep their stock class's parameters and behaviour and get a subclass of it that multiplies
+through ``kernels.cpu_matrix``; bf16 expert stacks, on which stock ``mx.gather_mm`` raises on a
+CPU, run this way too. Attention is replaced while such a model is alive.
+
+Decoded weights are held as float32 (4 bytes a weight) where memory allows, see ``prepare``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..kernels import cpu_attention
+from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
+from ..kernels.dispatch import backend, is_traced
+from ..quant.weight import PackedWeight, dequantize_rows
+from .memory import available_memory_bytes
+
+logger = logging.getLogger("turboquant_mlx")
+
+CpuExpand = Literal["auto", "always", "never"]
+
+KEEP_SHARE = 0.7
+"""Share of the memory that is free at load which "auto" lets expanded weights take."""
+
+
+def packed_rows(weight: PackedWeight, use_qjl: bool) -> Callable[[int, int], np.ndarray]:
+    """A function that decodes rows of a packed (O, I) weight in its original domain."""
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        return as_numpy(dequantize_rows(weight, slice(start, stop), use_qjl=use_qjl))
+
+    return rows
+
+
+def one_expert(weight: PackedWeight, expert: int) -> PackedWeight:
+    """One matrix of a packed stack, its arrays shared with the stack's."""
+    with_qjl = weight.qjl_codes is not None and weight.qjl_norms is not None
+    return replace(
+        weight,
+        shape=weight.shape[1:],
+        codes=weight.codes[expert],
+        scales=weight.scales[expert],
+        qjl_codes=weight.qjl_codes[expert] if with_qjl else None,
+        qjl_norms=weight.qjl_norms[expert] if with_qjl else None,
+    )
+
+
+class ExpandedWeight:
+    """The float32 form of one layer's weight, made again when the layer's arrays are replaced.
+
+    Args:
+        version: returns the arrays that the weight is made from; they are compared by identity.
+        make: ``make(keep)`` builds the matrix.
+    """
+
+    def __init__(self, version: Callable[[], tuple], make: Callable[[bool], CpuMatrix]):
+        self.keep = True
+        self._version = version
+        self._make = make
+        self._seen: tuple | None = None
+        self._matrix: CpuMatrix | None = None
+
+    def matrix(self) -> CpuMatrix:
+        """The current matrix."""
+        now = self._version()
+        if self._matrix is None or not _same(self._seen, now) or self._matrix.keep < self.keep:
+            self._matrix, self._seen = self._make(self.keep), now
+        return self._matrix
+
+    def __getstate__(self) -> dict:
+        # the matrix can be made again, and its lock cannot be copied
+        return {**self.__dict__, "_seen": None, "_matrix": None}
+
+
+class ExpandedExperts:
+    """``ExpandedWeight`` for a stack of experts, each expanded when it is first routed to."""
+
+    def __init__(self, version: Callable[[], tuple], make: Callable[[int, bool], CpuMatrix]):
+        self.keep = True
+        self._version = version
+        self._make = make
+        self._seen: tuple | None = None
+        self._matrices: dict[int, CpuMatrix] = {}
+
+    def matrix(self, expert: int) -> CpuMatrix:
+        """The current matrix of one expert."""
+        now = self._version()
+        if not _same(self._seen, now):
+            self._matrices, self._seen = {}, now
+        matrix = self._matrices.get(expert)
+        if matrix is None:
+            matrix = self._matrices[expert] = self._make(expert, self.keep)
+        return matrix
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_seen": None, "_matrices": {}}
+
+
+def _same(seen: tuple | None, now: tuple) -> bool:
+    return seen is not None and all(a is b for a, b in zip(seen, now, strict=True))
+
+
+# --- stock layers that conversion left alone -------------------------------------------------
+
+
+def _stock_arrays(layer: nn.Module) -> tuple:
+    return tuple(layer.get(name) for name in ("weight", "scales", "biases"))
+
+
+def _stock_matrix(layer: Any, keep: bool) -> CpuMatrix:
+    weight, scales, biases = _stock_arrays(layer)
+    if scales is None:
+        free = weight.dtype == mx.float32
+        return CpuMatrix(weight.shape, lambda a, b: as_numpy(weight[a:b]), keep, free)
+    shape = (weight.shape[0], scales.shape[-1] * layer.group_size)
+    return CpuMatrix(shape, partial(_affine_rows, layer, weight, scales, biases), keep)
+
+
+def _stock_expert(layer: Any, expert: int, keep: bool) -> CpuMatrix:
+    weight, scales, biases = _stock_arrays(layer)
+    if scales is None:
+        free = weight.dtype == mx.float32
+        return CpuMatrix(
+            weight.shape[1:], lambda a, b: as_numpy(weight[expert, a:b]), keep, free
+        )
+    shape = (weight.shape[1], scales.shape[-1] * layer.group_size)
+    arrays = (weight[expert], scales[expert], None if biases is None else biases[expert])
+    return CpuMatrix(shape, partial(_affine_rows, layer, *arrays), keep)
+
+
+def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> np.ndarray:
+    rows = mx.dequantize(
+        weight[start:stop],
+        scales[start:stop],
+        None if biases is None else biases[start:stop],
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return as_numpy(rows)
+
+
+class _CpuLinearMixin:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        if backend() != "cpu" or is_traced(x):
+            return super().__call__(x)  # type: ignore[misc]
+        y = self.expanded.matrix()(x)
+        return (y + self.bias).astype(y.dtype) if "bias" in self else y
+
+
+class _CpuEmbeddingMixin:
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        if backend() != "cpu" or is_traced(x):
+            return super().as_linear(x)  # type: ignore[misc]
+        return self.expanded.matrix()(x)
+
+
+class _CpuSwitchMixin:
+    def __call__(self: Any, x, indices, sorted_indices: bool = False) -> mx.array:
+        if backend() != "cpu":
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
+        if is_traced(x) or is_traced(indices):
+            # the stock product raises for 16-bit activations on a CPU
+            y = super().__call__(  # type: ignore[misc]
+                x.astype(mx.float32), indices, sorted_indices
+            )
+            return y.astype(x.dtype)
+        y = expert_product(x, indices, self.expanded.matrix, self.output_dims)
+        if "bias" in self:
+            y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
+        return y
+
+
+@lru_cache
+def _cpu_twin(kind: type) -> type | None:
+    """The CPU subclass of a stock layer class that multiplies by a large matrix, or None."""
+    mixin: type
+    if kind in (nn.Linear, nn.QuantizedLinear):
+        mixin = _CpuLinearMixin
+    elif kind in (nn.Embedding, nn.QuantizedEmbedding):
+        mixin = _CpuEmbeddingMixin
+    elif kind.__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
+        # mlx-lm and mlx-vlm each have classes of their own with these names
+        mixin = _CpuSwitchMixin
+    else:
+        return None
+    return type(f"Cpu{kind.__name__}", (mixin, kind), {"__module__": __name__})
+
+
+def _adopt(layer: nn.Module) -> None:
+    """Turn a stock layer into its CPU twin in place; parameters and isinstance checks stay."""
+    twin = _cpu_twin(type(layer))
+    if twin is None:
+        return
+    layer.__class__ = twin
+    arrays = partial(_stock_arrays, layer)
+    if issubclass(twin, _CpuSwitchMixin):
+        layer.expanded = ExpandedExperts(arrays, partial(_stock_expert, layer))
+    else:
+        layer.expanded = ExpandedWeight(arrays, partial(_stock_matrix, layer))
+
+
+def expanded_bytes(model: nn.Module) -> int:
+    """Float32 bytes that all weights of a prepared model take when they are expanded."""
+    total = 0
+    for _, layer in model.named_modules():
+        if not isinstance(getattr(layer, "expanded", None), (ExpandedWeight, ExpandedExperts)):
+            continue
+        if hasattr(layer, "dims"):
+            total += 4 * int(np.prod(layer.shape))
+        elif "scales" in layer:
+            total += 4 * layer.scales.size * layer.group_size
+        elif layer.weight.dtype != mx.float32:
+            total += 4 * layer.weight.size
+    return total
+
+
+def prepare(model: nn.Module, expand: CpuExpand = "auto") -> None:
+    """Make a model with TurboQuant layers run well on the CPU.
+
+    Stock layers get their CPU twins, and attention goes through ``kernels.cpu_attention`` for as
+    long as the model lives. Nothing is expanded yet: each weight is at its first use.
+
+    Args:
+        model: built, its weights loaded or not.
+        expand: "always" keeps every weight as float32 after its first use; "never" decodes block
+            by block on each call; "auto" keeps them if they fit ``KEEP_SHARE`` of the memory that
+            is free now, and says on the log if they do not.
+    """
+    for _, layer in model.named_modules():
+        _adopt(layer)
+    keep = expand == "always"
+    if expand == "auto":
+        needed, free = expanded_bytes(model), available_memory_bytes()
+        keep = needed <= KEEP_SHARE * free
+        if not keep:
+            logger.warning(
+                "note: float32 copies of all weights would take %.1f GB of %.1f GB free; decoding "
+                "them on every call instead, which is slower",
+                needed / 1e9,
+                free / 1e9,
+            )
+    for _, layer in model.named_modules():
+        expanded = getattr(layer, "expanded", None)
+        if isinstance(expanded, (ExpandedWeight, ExpandedExperts)):
+            expanded.keep = keep
+    cpu_attention.install()
+    weakref.finalize(model, cpu_attention.uninstall)

@@ -1,0 +1,51 @@
+"""A linear layer with a packed weight."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..kernels.cpu_matrix import CpuMatrix
+from ..kernels.dispatch import backend, is_traced
+from ..kernels.matmul import packed_matmul
+from ..quant.spec import QuantSpec
+from .cpu import ExpandedWeight, packed_rows
+from .packed import PackedLayer
+from .rotation_group import RotationGroup
+
+
+class TurboQuantLinear(PackedLayer):
+    """``y = W x + b`` with W [O, I] stored as codes; the dtype of x is kept.
+
+    On the CPU the weight is decoded back to its original domain as float32 (once, or block by
+    block), so that no rotation runs per token; elsewhere the activation is rotated and meets the
+    weight in the stored domain.
+    """
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        shape: tuple[int, ...],
+        *,
+        group: RotationGroup,
+        leads: bool = True,
+        bias: bool = False,
+    ):
+        super().__init__(spec, shape, group=group, leads=leads, bias=bias)
+        self.expanded = ExpandedWeight(self.weight_version, self._cpu_matrix)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the layer to x [..., I]; returns [..., O] in the dtype of x."""
+        if backend() == "cpu" and not is_traced(x):
+            y = self.expanded.matrix()(x)
+        else:
+            y = self._portable(x)
+        if "bias" in self:
+            y = (y + self.bias).astype(x.dtype)
+        return y
+
+    def _portable(self, x: mx.array) -> mx.array:
+        return packed_matmul(self.group.rotate(x), self.packed(), self.use_qjl)
+
+    def _cpu_matrix(self, keep: bool) -> CpuMatrix:
+        rows, width = self.shape
+        return CpuMatrix((rows, width), packed_rows(self.packed(), self.use_qjl), keep)

@@ -1,0 +1,73 @@
+"""Layers that read the same activation rotate it once.
+
+q, k and v of one attention block (gate and up of one MLP, all experts of one block) share an input
+multiplier and a Hadamard block size. mlx-lm calls the layers one after the other with the same
+array, so the group remembers its last input and what became of it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..quant.rotation import rotate
+
+
+class RotationGroup:
+    """The shared input transform ``H (m * x)`` of a set of layers.
+
+    The multiplier ``m`` (and that of the QJL sketch) is a parameter of the group's leader, one of
+    its layers; the others reach it through the group. The group is a plain object, so MLX's
+    parameter tree does not see it and stores nothing twice.
+
+    The memo holds the input itself, not its ``id``: an id may be given to a new array as soon as
+    the old one is gone. It belongs to one thread and is dropped when the last layer of the group
+    has used it, so no activation outlives the block that made it.
+    """
+
+    def __init__(self, width: int, block: int):
+        self.width = width
+        self.block = block
+        self.size = 0
+        self.leader: nn.Module | None = None
+        self._local = threading.local()
+
+    def join(self, layer: nn.Module, leads: bool) -> None:
+        """Count a layer in; one of them leads."""
+        self.size += 1
+        if leads:
+            self.leader = layer
+
+    @property
+    def multiplier(self) -> mx.array:
+        """Input multiplier [width]."""
+        assert self.leader is not None, "a rotation group was used before it was complete"
+        return self.leader.multiplier
+
+    @property
+    def qjl_multiplier(self) -> mx.array:
+        """Random signs of the QJL sketch [width]."""
+        assert self.leader is not None, "a rotation group was used before it was complete"
+        return self.leader.qjl_multiplier
+
+    def rotate(self, x: mx.array) -> mx.array:
+        """``H (m * x)`` over the last axis, in the dtype of ``x``."""
+        if self.size == 1:
+            return rotate(x, self.block, self.multiplier)
+        held = getattr(self._local, "held", None)
+        if held is not None and held[0] is x:
+            _, rotated, uses_left = held
+        else:
+            rotated, uses_left = rotate(x, self.block, self.multiplier), self.size
+        self._local.held = (x, rotated, uses_left - 1) if uses_left > 1 else None
+        return rotated
+
+    # A thread-local memo can be neither copied nor pickled, and need not be.
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()

@@ -1,0 +1,56 @@
+"""A stack of expert layers with packed weights, for mlx-lm's and mlx-vlm's SwitchLinear alike."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..kernels.cpu_matrix import CpuMatrix, expert_product
+from ..kernels.dispatch import backend, is_traced
+from ..kernels.gather import gather_matmul
+from ..quant.spec import QuantSpec
+from .cpu import ExpandedExperts, one_expert, packed_rows
+from .packed import PackedLayer
+from .rotation_group import RotationGroup
+
+
+class TurboQuantSwitchLinear(PackedLayer):
+    """``y = W_e x + b_e`` for the expert e of each row, W [E, O, I] stored as codes.
+
+    Called as the stock classes are; the dtype of x is kept. On the CPU only the experts that are
+    named get decoded.
+    """
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        shape: tuple[int, ...],
+        *,
+        group: RotationGroup,
+        leads: bool = True,
+        bias: bool = False,
+    ):
+        super().__init__(spec, shape, group=group, leads=leads, bias=bias)
+        self.expanded = ExpandedExperts(self.weight_version, self._cpu_matrix)
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape[0]
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Apply expert ``indices`` to x [..., n, I] (leading axes broadcast); [..., n, O]."""
+        if backend() == "cpu" and not (is_traced(x) or is_traced(indices)):
+            y = expert_product(x, indices, self.expanded.matrix, self.output_dims)
+        else:
+            y = self._portable(x, indices, sorted_indices)
+        if "bias" in self:
+            y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
+        return y
+
+    def _portable(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+        rotated = self.group.rotate(x)
+        return gather_matmul(rotated, self.packed(), indices, sorted_indices, self.use_qjl)
+
+    def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
+        _, rows, width = self.shape
+        weight = one_expert(self.packed(), expert)
+        return CpuMatrix((rows, width), packed_rows(weight, self.use_qjl), keep)
