@@ -1,7 +1,7 @@
 """A 1-bit sketch of what quantization left over (QJL, Zandieh et al., 2024, applied to weights).
 
 For a residual row r in the stored domain: B = sign(H (sigma * r)) and ||r||, with random signs
-sigma and the block transform H. For a Gaussian projection sqrt(pi/2) * ||r|| * <B, P x> / m is an
+sigma and the block transform H of the weight's rotation. For a Gaussian projection sqrt(pi/2) * ||r|| * <B, P x> / m is an
 unbiased estimate of <r, x>; a Hadamard transform with random signs stands in for it, so
 
     <r, x>  is estimated by  sqrt(pi/2) / sqrt(I) * ||r|| * <B, H (sigma * x)>
@@ -15,16 +15,7 @@ import math
 from typing import Any
 
 from .packing import unpack_codes
-from .rotation import block_size, unrotate
-
-
-def sketch_block(width: int, rotation_block: int) -> int:
-    """Length of the sketch's own Hadamard blocks.
-
-    The rotation's blocks where they are the larger ones (always so with the "hadamard" rotation),
-    else the largest permitted ones: the wider a block, the closer it is to a random projection.
-    """
-    return max(rotation_block, block_size(width))
+from .rotation import unrotate
 
 
 def sketch_factor(width: int) -> float:
@@ -40,7 +31,7 @@ def decode_sketch(codes: Any, norms: Any, multiplier: Any, width: int, block: in
         norms: mx.array [...], the residual's norm per row.
         multiplier: [width], the signs sigma.
         width: input width.
-        block: Hadamard block of the sketch (``sketch_block``).
+        block: Hadamard block length, that of the weight's own rotation.
 
     Returns:
         float32 mx.array [..., width].

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import QuantizationError
 from .codebook import lloyd_max, ternary
 from .packing import pack_codes, pack_trits, unpack_codes, unpack_trits
-from .qjl import decode_sketch, sketch_block
+from .qjl import decode_sketch
 from .rotation import check_block, hadamard_columns, random_signs, rotate, unrotate
 from .scales import decode_scales, encode_scales, search_scales, table_exponent
 from .spec import QuantSpec
@@ -72,6 +72,29 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of all arrays, multipliers included."""
         return sum(a.nbytes for a in self.arrays().values())
+
+    def rows(self, start: int, stop: int) -> PackedWeight:
+        """The rows start..stop-1 of a matrix (experts of a stack) as a weight of their own."""
+        return self._with_rows(lambda a: a[start:stop])
+
+    def expert(self, index: int) -> PackedWeight:
+        """One matrix of a stack."""
+        return self._with_rows(lambda a: a[index])
+
+    def flat(self) -> PackedWeight:
+        """A stack as one tall matrix."""
+        rows = math.prod(self.shape[:-1])
+        return self._with_rows(lambda a: a.reshape(rows, *a.shape[len(self.shape) - 1 :]))
+
+    def _with_rows(self, choose: Callable[[mx.array], mx.array]) -> PackedWeight:
+        """The same weight with the arrays that have rows changed; the rest is shared."""
+        changes = {
+            name: choose(a)
+            for name, a in self.arrays().items()
+            if name in ("codes", "scales", "qjl_codes", "qjl_norms")
+        }
+        shape = (*changes["codes"].shape[:-1], self.shape[-1])
+        return replace(self, shape=shape, **changes)
 
 
 def code_levels(spec: QuantSpec) -> np.ndarray:
@@ -263,10 +286,8 @@ def _load_columns(source: np.ndarray, rows: slice, columns: slice) -> np.ndarray
 
 
 def _chunks(job: _Job, rows: int) -> Iterator[slice]:
-    """Column ranges that hold whole rotation blocks, sketch blocks and groups."""
+    """Column ranges that hold whole rotation blocks and groups."""
     unit = math.lcm(job.spec.rotation_block, job.spec.group_size)
-    if job.spec.qjl:
-        unit = math.lcm(unit, sketch_block(job.width, job.spec.rotation_block))
     step = unit * max(1, _CHUNK_VALUES // (unit * rows))
     for start in range(0, job.width, step):
         yield slice(start, min(start + step, job.width))
@@ -296,7 +317,7 @@ def _quantize_rows(job: _Job, source: np.ndarray, start: int) -> None:
             residual = (groups - job.levels.take(best) * scale).reshape(-1, n)
             squares += np.square(residual, dtype=np.float64).sum(axis=0)
             residual *= job.qjl_multiplier[columns, None]
-            residual = hadamard_columns(residual, sketch_block(job.width, spec.rotation_block))
+            residual = hadamard_columns(residual, spec.rotation_block)
             signs[:, columns] = (residual >= 0).T
     job.codes[rows] = job.pack(idx)
     if signs is not None and job.qjl_codes is not None and job.qjl_norms is not None:
@@ -328,8 +349,7 @@ def _run_mlx(job: _Job, weight: mx.array, threads: int | None) -> None:
         if job.qjl_multiplier is not None:
             residual = (groups - levels[idx] * scale).reshape(n, width)
             outputs["qjl_norms"] = mx.sqrt((residual * residual).sum(axis=-1))
-            block = sketch_block(width, spec.rotation_block)
-            sketch = rotate(residual, block, job.qjl_multiplier)
+            sketch = rotate(residual, spec.rotation_block, job.qjl_multiplier)
             outputs["qjl_codes"] = pack_codes(sketch >= 0, 1)
         mx.eval(finite, *outputs.values())
         if not finite.item():
@@ -355,38 +375,36 @@ def decode_indices(codes: ArrayLike, spec: QuantSpec, width: int) -> ArrayLike:
 
 def dequantize_rows(
     packed: PackedWeight,
-    rows: slice | mx.array,
+    start: int,
+    stop: int,
     *,
-    rotated: bool = False,
-    use_qjl: bool = True,
+    rotated: bool = True,
+    use_qjl: bool = False,
     dtype: mx.Dtype = mx.float32,
 ) -> mx.array:
-    """Decode some rows along the first axis: rows of a matrix, experts of a stack.
+    """Decode the rows start..stop-1, by default just what a product with W' needs.
 
     Args:
-        packed: the weight.
-        rows: a slice of the first axis, or an integer array of positions on it.
+        packed: the weight; the rows of a stack count through all its matrices.
+        start: first row.
+        stop: end of the rows.
         rotated: stay in the stored domain W' instead of going back to W.
         use_qjl: add the sketch's residual where there is one.
         dtype: of the result; the computation is in float32.
 
     Returns:
-        mx.array [n, I], or [n, O, I] for a stack; lazy.
+        mx.array [stop - start, I], lazy.
     """
+    if len(packed.shape) > 2:
+        packed = packed.flat()
     spec, width = packed.spec, packed.shape[-1]
-    codes, scales = packed.codes[rows], packed.scales[rows]
-    values = packed.table[decode_indices(codes, spec, width)]
-    scale = decode_scales(scales, spec.scale_layout)
-    grouped = values.reshape(*scale.shape, spec.group_size) * scale[..., None]
-    w = grouped.reshape(values.shape)
+    indices = decode_indices(packed.codes[start:stop], spec, width)
+    scale = decode_scales(packed.scales[start:stop], spec.scale_layout)
+    groups = packed.table[indices].reshape(*scale.shape, spec.group_size) * scale[..., None]
+    w = groups.reshape(indices.shape)
     if use_qjl and packed.qjl_codes is not None and packed.qjl_norms is not None:
-        w = w + decode_sketch(
-            packed.qjl_codes[rows],
-            packed.qjl_norms[rows],
-            packed.qjl_multiplier,
-            width,
-            sketch_block(width, spec.rotation_block),
-        )
+        codes, norms = packed.qjl_codes[start:stop], packed.qjl_norms[start:stop]
+        w = w + decode_sketch(codes, norms, packed.qjl_multiplier, width, spec.rotation_block)
     if not rotated:
         w = unrotate(w, spec.rotation_block) * packed.multiplier.astype(mx.float32)
     return w.astype(dtype)
@@ -399,18 +417,28 @@ def dequantize_weight(
     use_qjl: bool = True,
     dtype: mx.Dtype = mx.float32,
 ) -> mx.array:
-    """Decode a whole weight; see ``dequantize_rows``.
+    """Decode a whole weight, by default as close to the original as it gets.
 
     Weights larger than BLOCK_BYTES are decoded and evaluated block by block, so that only the
     result is ever held as a whole.
+
+    Args:
+        packed: the weight.
+        rotated: stay in the stored domain W' instead of going back to W.
+        use_qjl: add the sketch's residual where there is one.
+        dtype: of the result; the computation is in float32.
+
+    Returns:
+        mx.array of the weight's shape.
     """
-    first = packed.shape[0]
-    step = block_rows(math.prod(packed.shape[1:]))
+    total = math.prod(packed.shape[:-1])
+    step = block_rows(packed.shape[-1])
     blocks = []
-    for start in range(0, first, step):
-        rows = slice(start, min(start + step, first))
-        block = dequantize_rows(packed, rows, rotated=rotated, use_qjl=use_qjl, dtype=dtype)
-        if step < first:
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        block = dequantize_rows(packed, start, stop, rotated=rotated, use_qjl=use_qjl, dtype=dtype)
+        if step < total:
             mx.eval(block)
         blocks.append(block)
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
+    whole = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
+    return whole.reshape(packed.shape)
