@@ -122,7 +122,7 @@ def dump_json(values: Mapping[str, Any]) -> str:
     Raises:
         TypeError: a value is nothing that JSON can hold.
     """
-    return json.dumps(_encode_floats(values), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(_encode_floats(values), indent=2, allow_nan=False) + "\n"
 
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:
