@@ -28,6 +28,7 @@ MLX-free at import: the planner reads headers too. Only ``repack`` needs MLX.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,13 +58,15 @@ SPECULATOR_PREFIX = "tq_speculator."
 SPECULATOR_FILE = "model-mtp.safetensors"
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 # Packed words that are put into the dense layout at once.
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 4 * 2**20
 
 _CONFIG_KEYS = ("quantization", "quantization_config")
 _REQUIRED = ("weight", "scales", "codebook", "signs")
 _QJL = ("qjl_packed", "qjl_norms", "qjl_signs")
 _MARKS = ("codebook", "signs", *_QJL)
 _AFFINE = ("weight", "scales", "biases")
+# How mlx-lm's models call their embeddings; "embed_out" and "embedding_projection" are linear.
+_EMBEDDING_NAME = re.compile(r"wte|wpe|embed|embed_in|embed_tokens\w*|\w*embeddings?(_table)?")
 _HINT = "the folder is incomplete or damaged; download it or convert the model again"
 
 
@@ -376,8 +379,7 @@ def _affine_entry(
 def _affine_kind(path: str, rank: int, has_bias: bool) -> Kind:
     if rank == 2:
         return "affine_switch"
-    name = path.rpartition(".")[2]
-    if not has_bias and ("embed" in name or name in ("wte", "wpe")):
+    if not has_bias and _EMBEDDING_NAME.fullmatch(path.rpartition(".")[2]):
         return "affine_embedding"
     return "affine_linear"
 
