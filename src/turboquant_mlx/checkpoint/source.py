@@ -7,8 +7,10 @@ them against each other. Neither reads weights.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def resolve(
     name = str(path_or_repo)
     if not name.strip():
         raise ModelNotFoundError("no model is named")
-    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    path = Path(os.path.expanduser(name))
     try:
         if path.is_dir():
             return path
@@ -134,6 +136,13 @@ def _download(repo: str, revision: str | None, allow_download: bool) -> Path:
             f"({_reason(error.__cause__ or error)})",
             hint="check the network connection, or give the path of a local folder",
         ) from error
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise ModelNotFoundError(
+                f"no such folder, and the hub does not let you read {repo}",
+                hint="log in with: hf auth login",
+            ) from error
+        raise ModelNotFoundError(f"the download of {repo} failed ({_reason(error)})") from error
     except Exception as error:
         # The client's own errors and those of the libraries below it share no base class.
         raise ModelNotFoundError(f"the download of {repo} failed ({_reason(error)})") from error
@@ -259,6 +268,11 @@ def _read_index(file: Path) -> dict[str, Any] | None:
 def _indexed_files(path: Path, weight_map: dict[str, str], found: list[Path]) -> list[Path]:
     names = sorted(set(weight_map.values()))
     for name in names:
+        if not fnmatch(name, WEIGHT_PATTERN):
+            raise UnsupportedModelError(
+                f"{path}: weight file {show(name)} is not named {WEIGHT_PATTERN}, mlx-lm does not "
+                "read it"
+            )
         if not (path / name).is_file():
             raise CheckpointError(
                 f"{path}: weight file {show(name)} is missing, the index names it",
