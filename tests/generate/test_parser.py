@@ -40,6 +40,10 @@ def test_stop_can_be_repeated():
     assert parse("--stop", "</assistant>", "--stop", "24").stop == ["</assistant>", "24"]
 
 
+def test_a_prompt_can_begin_with_a_dash():
+    assert parse("--prompt=-1 + 2 = ?").prompt == "-1 + 2 = ?"
+
+
 @pytest.mark.parametrize(
     "options",
     [

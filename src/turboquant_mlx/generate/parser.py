@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt",
         help="What to ask. Without it the prompt is read from standard input, if that is not "
-        "a terminal",
+        'a terminal. One that begins with a dash is written --prompt="-..."',
     )
     parser.add_argument(
         "--max-tokens",
