@@ -401,7 +401,8 @@ def _raw(name: str, data: Any) -> memoryview:
 
 
 def _check_name(filename: str) -> None:
-    if filename != Path(filename).name or filename.startswith(".") or "\\" in filename:
+    plain = filename == Path(filename).name and "\\" not in filename
+    if not filename or not plain or filename.startswith("."):
         raise ValueError(f"{filename!r} is not a file name")
 
 
