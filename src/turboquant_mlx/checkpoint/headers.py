@@ -60,7 +60,8 @@ class TensorInfo:
     Attributes:
         dtype: safetensors type name ("F16", "U32", ...).
         shape: sizes of the axes; () for a scalar.
-        start, end: first byte and first byte after it, counted from the start of the *file*.
+        start, end: first byte and first byte after it, counted from the start of the *data*
+            (``Header.data_offset``), as in the file.
     """
 
     dtype: str
@@ -181,7 +182,7 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
         raise CheckpointError(f"{label}: __metadata__ is not an object of texts")
     tensors = {name: _check_tensor(name, info, data_offset, label) for name, info in values.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
-    _check_layout(ordered, data_offset, file_bytes, label)
+    _check_layout(ordered, file_bytes - data_offset, label)
     return Header(ordered, metadata, data_offset, file_bytes)
 
 
@@ -193,7 +194,7 @@ def show(name: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _check_tensor(name: str, info: Any, data_offset: int, label: str) -> TensorInfo:
+def _check_tensor(name: str, info: Any, label: str) -> TensorInfo:
     where = f"{label}: tensor {show(name)}"
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: the entry is not dtype, shape and data_offsets")
@@ -213,14 +214,12 @@ def _check_tensor(name: str, info: Any, data_offset: int, label: str) -> TensorI
             f"{where}: {dtype} {show(repr(shape))} takes {needed} bytes, the file gives it "
             f"{offsets[1] - offsets[0]}"
         )
-    return TensorInfo(dtype, tuple(shape), data_offset + offsets[0], data_offset + offsets[1])
+    return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _check_layout(
-    ordered: dict[str, TensorInfo], data_offset: int, file_bytes: int, label: str
-) -> None:
+def _check_layout(ordered: dict[str, TensorInfo], data_bytes: int, label: str) -> None:
     """Tensors (sorted by offset) must cover the data from its first byte to its last."""
-    end, last = data_offset, "the header"
+    end, last = 0, "the header"
     for name, info in ordered.items():
         if info.start < end:
             raise CheckpointError(f"{label}: tensor {show(name)} overlaps {show(last)}")
@@ -228,14 +227,14 @@ def _check_layout(
             raise CheckpointError(
                 f"{label}: {info.start - end} bytes before tensor {show(name)} belong to nothing"
             )
-        if info.end > file_bytes:
+        if info.end > data_bytes:
             raise CheckpointError(
-                f"{label}: truncated, tensor {show(name)} ends at byte {info.end} and the file "
-                f"has {file_bytes}"
+                f"{label}: truncated, tensor {show(name)} ends at byte {info.end} of the data and "
+                f"the file has {data_bytes}"
             )
         end, last = info.end, name
-    if end != file_bytes:
-        raise CheckpointError(f"{label}: {file_bytes - end} bytes at the end belong to nothing")
+    if end != data_bytes:
+        raise CheckpointError(f"{label}: {data_bytes - end} bytes at the end belong to nothing")
 
 
 class _DuplicateKeyError(Exception):

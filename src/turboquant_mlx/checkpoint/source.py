@@ -161,7 +161,7 @@ class Folder:
         path: the folder.
         config: config.json as it is (tagged floats decoded, not normalised).
         weight_files: the shards, sorted by name.
-        tensors: tensor name -> place in its file.
+        tensors: tensor name -> place in the data of its file.
         file_of: tensor name -> file.
         headers: file -> its checked header.
         index: the content of the index file, or None when there is none.
