@@ -180,7 +180,7 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
     metadata = values.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{label}: __metadata__ is not an object of texts")
-    tensors = {name: _check_tensor(name, info, data_offset, label) for name, info in values.items()}
+    tensors = {name: _check_tensor(name, info, label) for name, info in values.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
     _check_layout(ordered, file_bytes - data_offset, label)
     return Header(ordered, metadata, data_offset, file_bytes)
