@@ -96,9 +96,7 @@ def load_tokenizer(
     """
     extra = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
     try:
-        return mlx_lm_utils.load_tokenizer(
-            path, extra, eos_token_ids=config.get("eos_token_id", None)
-        )
+        return mlx_lm_utils.load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
     except TurboQuantError:
         raise
     except Exception as error:  # the library raises whatever its parsers do
@@ -158,8 +156,8 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
         CheckpointError: the manifest and the files disagree.
     """
     if has_manifest(folder.config):
-        manifest = Manifest.from_config(folder.config)
         try:
+            manifest = Manifest.from_config(folder.config)
             manifest.check_tensors(folder.tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
@@ -177,8 +175,8 @@ def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.ar
 
 
 def _read_tensor(folder: Folder, name: str) -> np.ndarray:
-    array = mx.load(str(folder.file_of[name]))[name]
-    return np.array(array.astype(mx.float32))
+    arrays: Any = mx.load(str(folder.file_of[name]))
+    return np.array(arrays[name].astype(mx.float32))
 
 
 def _classes(manifest: Manifest, transform: Transform | None, cpu_expand: CpuExpand, config: dict):

@@ -146,15 +146,15 @@ def list_modules(model: nn.Module) -> list[ModuleInfo]:
     predicate = getattr(model, "quant_predicate", None)
     infos = []
     for path, module in _with_parameters(model):
-        weight = module.get("weight")
-        has_weight = isinstance(weight, mx.array)
-        own = [v for v in module.values() if isinstance(v, mx.array)]
+        own = [value for value in module.values() if isinstance(value, mx.array)]
+        weight: Any = module.get("weight")
+        main: mx.array = weight if isinstance(weight, mx.array) else own[0]
         infos.append(
             ModuleInfo(
                 path=path,
                 kind=_kind(module),
-                shape=tuple(weight.shape) if has_weight else tuple(own[0].shape),
-                dtype=SAFETENSORS_DTYPES[(weight if has_weight else own[0]).dtype],
+                shape=tuple(main.shape),
+                dtype=SAFETENSORS_DTYPES[main.dtype],
                 has_bias="bias" in module,
                 predicate=None if predicate is None else _ask(predicate, path, module),
                 num_parameters=sum(v.size for v in own),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -63,7 +64,7 @@ class CpuMatrix:
 
     def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (start, stop, rows) over the whole matrix, expanded as ``keep`` says."""
-        rows, columns = self.shape
+        rows = self.shape[0]
         if self.keep:
             with self._lock:
                 if self._dense is None:
@@ -107,7 +108,7 @@ class CpuMatrix:
             return self.shape[0]
         return max(1, BLOCK_BYTES // (4 * self.shape[1]))
 
-    def _differentiable_product(self) -> Callable[[mx.array], mx.array]:
+    def _differentiable_product(self) -> Callable[[mx.array], Any]:
         rows, columns = self.shape
 
         @mx.custom_function

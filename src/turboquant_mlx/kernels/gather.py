@@ -7,8 +7,6 @@ matrix per row. Many rows: the stack is decoded in bounded blocks of experts and
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 
 from ..quant.weight import PackedWeight, dequantize_rows
@@ -38,10 +36,9 @@ def gather_matmul(
         [broadcast..., n, O] in the dtype of ``x``.
     """
     experts, rows, width = weight.shape
-    decode = partial(dequantize_rows, weight, rotated=True, use_qjl=use_qjl)
     expert_bytes = rows * width * x.itemsize
     if indices.size * expert_bytes <= EXPERT_BLOCK_BYTES and indices.size < experts:
-        chosen = decode(indices.reshape(-1), dtype=x.dtype)
+        chosen = _decode(weight.experts(indices.reshape(-1)), use_qjl, x.dtype)
         return x @ chosen.reshape(*indices.shape, rows, width).swapaxes(-1, -2)
     # MLX's CPU build has gather_mm for float32 alone
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -52,7 +49,7 @@ def gather_matmul(
         stop = min(start + step, experts)
         y = mx.gather_mm(
             x.astype(dtype),
-            decode(slice(start, stop), dtype=dtype).swapaxes(-1, -2),
+            _decode(weight.rows(start, stop), use_qjl, dtype).swapaxes(-1, -2),
             rhs_indices=mx.clip(indices, start, stop - 1) - start,
             sorted_indices=sorted_indices,
         ).astype(x.dtype)
@@ -62,3 +59,10 @@ def gather_matmul(
         out = y if out is None else out + y
     assert out is not None
     return out
+
+
+def _decode(stack: PackedWeight, use_qjl: bool, dtype: mx.Dtype) -> mx.array:
+    """A stack of experts [E, O, I] in the stored domain, lazy."""
+    experts, rows, _ = stack.shape
+    dense = dequantize_rows(stack, 0, experts * rows, use_qjl=use_qjl, dtype=dtype)
+    return dense.reshape(stack.shape)

@@ -30,7 +30,7 @@ def packed_matmul(x: mx.array, weight: PackedWeight, use_qjl: bool = True) -> mx
     step = max(1, BLOCK_BYTES // (x.itemsize * width))
     parts = []
     for start in range(0, rows, step):
-        block = slice(start, min(start + step, rows))
-        dense = dequantize_rows(weight, block, rotated=True, use_qjl=use_qjl, dtype=x.dtype)
+        stop = min(start + step, rows)
+        dense = dequantize_rows(weight, start, stop, use_qjl=use_qjl, dtype=x.dtype)
         parts.append(x @ dense.T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)

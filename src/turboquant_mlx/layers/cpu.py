@@ -5,7 +5,8 @@ all) keep their stock class's parameters and behaviour and get a subclass of it 
 through ``kernels.cpu_matrix``; bf16 expert stacks, on which stock ``mx.gather_mm`` raises on a
 CPU, run this way too. Attention is replaced while such a model is alive.
 
-Decoded weights are held as float32 (4 bytes a weight) where memory allows, see ``prepare``.
+Decoded weights are held as float32 (4 bytes a weight) where memory allows, see ``prepare``. They
+stay in the stored domain, as on a GPU: rotating the activation costs little and is shared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -24,8 +24,10 @@ import numpy as np
 from ..kernels import cpu_attention
 from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
 from ..kernels.dispatch import backend, is_traced
+from ..quant.lookup import RowDecoder
 from ..quant.weight import PackedWeight, dequantize_rows
 from .memory import available_memory_bytes
+from .packed import PackedLayer
 
 logger = logging.getLogger("turboquant_mlx")
 
@@ -36,25 +38,10 @@ KEEP_SHARE = 0.7
 
 
 def packed_rows(weight: PackedWeight, use_qjl: bool) -> Callable[[int, int], np.ndarray]:
-    """A function that decodes rows of a packed (O, I) weight in its original domain."""
-
-    def rows(start: int, stop: int) -> np.ndarray:
-        return as_numpy(dequantize_rows(weight, slice(start, stop), use_qjl=use_qjl))
-
-    return rows
-
-
-def one_expert(weight: PackedWeight, expert: int) -> PackedWeight:
-    """One matrix of a packed stack, its arrays shared with the stack's."""
-    with_qjl = weight.qjl_codes is not None and weight.qjl_norms is not None
-    return replace(
-        weight,
-        shape=weight.shape[1:],
-        codes=weight.codes[expert],
-        scales=weight.scales[expert],
-        qjl_codes=weight.qjl_codes[expert] if with_qjl else None,
-        qjl_norms=weight.qjl_norms[expert] if with_qjl else None,
-    )
+    """A function that decodes rows of a packed (O, I) weight in its stored domain."""
+    if use_qjl and weight.spec.qjl:
+        return lambda a, b: as_numpy(dequantize_rows(weight, a, b, use_qjl=True))
+    return RowDecoder(weight)
 
 
 class ExpandedWeight:
@@ -132,9 +119,7 @@ def _stock_expert(layer: Any, expert: int, keep: bool) -> CpuMatrix:
     weight, scales, biases = _stock_arrays(layer)
     if scales is None:
         free = weight.dtype == mx.float32
-        return CpuMatrix(
-            weight.shape[1:], lambda a, b: as_numpy(weight[expert, a:b]), keep, free
-        )
+        return CpuMatrix(weight.shape[1:], lambda a, b: as_numpy(weight[expert, a:b]), keep, free)
     shape = (weight.shape[1], scales.shape[-1] * layer.group_size)
     arrays = (weight[expert], scales[expert], None if biases is None else biases[expert])
     return CpuMatrix(shape, partial(_affine_rows, layer, *arrays), keep)
@@ -218,7 +203,7 @@ def expanded_bytes(model: nn.Module) -> int:
     for _, layer in model.named_modules():
         if not isinstance(getattr(layer, "expanded", None), (ExpandedWeight, ExpandedExperts)):
             continue
-        if hasattr(layer, "dims"):
+        if isinstance(layer, PackedLayer):
             total += 4 * int(np.prod(layer.shape))
         elif "scales" in layer:
             total += 4 * layer.scales.size * layer.group_size

@@ -63,18 +63,14 @@ def _find(modules: dict[str, nn.Module], path: str) -> str:
 
 
 def _check_module(path: str, stock: Any, entry: ModuleEntry) -> None:
-    expected = {
-        "linear": nn.Linear,
-        "affine_linear": nn.Linear,
-        "affine_embedding": nn.Embedding,
-    }.get(entry.kind)
-    if expected is None:  # experts: mlx-lm and mlx-vlm have a class each
-        fits = type(stock).__name__ == "SwitchLinear"
-    else:
-        fits = isinstance(stock, expected)
+    name = type(stock).__name__
+    fits = {
+        "linear": name == "Linear",
+        "switch": name == "SwitchLinear",  # mlx-lm and mlx-vlm have a class each
+    }.get(entry.kind, hasattr(stock, "to_quantized"))
     if not fits:
         raise CheckpointError(
-            f"the manifest has {path} as {entry.kind}, in this model it is a {type(stock).__name__}"
+            f"the manifest has {path} as {entry.kind}, in this model it is a {name}"
         )
     if tuple(stock.weight.shape) != entry.shape:
         raise CheckpointError(

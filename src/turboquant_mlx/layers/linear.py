@@ -16,9 +16,8 @@ from .rotation_group import RotationGroup
 class TurboQuantLinear(PackedLayer):
     """``y = W x + b`` with W [O, I] stored as codes; the dtype of x is kept.
 
-    On the CPU the weight is decoded back to its original domain as float32 (once, or block by
-    block), so that no rotation runs per token; elsewhere the activation is rotated and meets the
-    weight in the stored domain.
+    The activation is rotated and meets the weight in the stored domain. Only the product itself
+    differs between back-ends: on the CPU it is numpy's, with rows decoded once or block by block.
     """
 
     def __init__(
@@ -35,16 +34,14 @@ class TurboQuantLinear(PackedLayer):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the layer to x [..., I]; returns [..., O] in the dtype of x."""
-        if backend() == "cpu" and not is_traced(x):
-            y = self.expanded.matrix()(x)
+        rotated = self.group.rotate(x)
+        if backend() == "cpu" and not is_traced(rotated):
+            y = self.expanded.matrix()(rotated)
         else:
-            y = self._portable(x)
+            y = packed_matmul(rotated, self.packed(), self.use_qjl)
         if "bias" in self:
             y = (y + self.bias).astype(x.dtype)
         return y
-
-    def _portable(self, x: mx.array) -> mx.array:
-        return packed_matmul(self.group.rotate(x), self.packed(), self.use_qjl)
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         rows, width = self.shape

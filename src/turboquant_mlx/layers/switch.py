@@ -8,7 +8,7 @@ from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import backend, is_traced
 from ..kernels.gather import gather_matmul
 from ..quant.spec import QuantSpec
-from .cpu import ExpandedExperts, one_expert, packed_rows
+from .cpu import ExpandedExperts, packed_rows
 from .packed import PackedLayer
 from .rotation_group import RotationGroup
 
@@ -38,19 +38,16 @@ class TurboQuantSwitchLinear(PackedLayer):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Apply expert ``indices`` to x [..., n, I] (leading axes broadcast); [..., n, O]."""
-        if backend() == "cpu" and not (is_traced(x) or is_traced(indices)):
-            y = expert_product(x, indices, self.expanded.matrix, self.output_dims)
+        rotated = self.group.rotate(x)
+        if backend() == "cpu" and not (is_traced(rotated) or is_traced(indices)):
+            y = expert_product(rotated, indices, self.expanded.matrix, self.output_dims)
         else:
-            y = self._portable(x, indices, sorted_indices)
+            y = gather_matmul(rotated, self.packed(), indices, sorted_indices, self.use_qjl)
         if "bias" in self:
             y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
         return y
 
-    def _portable(self, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
-        rotated = self.group.rotate(x)
-        return gather_matmul(rotated, self.packed(), indices, sorted_indices, self.use_qjl)
-
     def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
         _, rows, width = self.shape
-        weight = one_expert(self.packed(), expert)
+        weight = self.packed().expert(expert)
         return CpuMatrix((rows, width), packed_rows(weight, self.use_qjl), keep)
