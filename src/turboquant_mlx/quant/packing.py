@@ -133,43 +133,46 @@ def _lane_mask(lane: int, lane_bits: int) -> int:
 
 
 def _unpack_windows(words: Array, bits: int, n: int, window_bits: int, tile: int) -> Array:
+    """Eight codes are ``bits`` bytes; two 64-bit reads hold the windows of four codes each."""
     xp = array_module(words)
     lead = words.shape[:-1]
     stretch = tile or n
     if n % stretch or (tile and tile * bits % WORD_BITS):
         raise QuantizationError(f"tiles of {tile} codes do not divide a row of {n}")
-    tile_words = words.shape[-1] // (n // stretch)
-    stream = words.reshape(*lead, n // stretch, tile_words)
-    stream = _append_wrap(xp, stream, stretch * bits, window_bits - bits)
+    tiles = n // stretch
+    stream = words.reshape(*lead, tiles, words.shape[-1] // tiles)
+    stream = _view(xp, _append_wrap(xp, stream, stretch * bits, window_bits - bits), xp.uint8)
 
-    first_bit = np.arange(stretch) * bits
-    word, shift = first_bit // WORD_BITS, (first_bit % WORD_BITS).astype(np.uint64)
-    low = xp.take(stream, xp.array(word), axis=-1).astype(xp.uint64)
-    high = xp.take(stream, xp.array(word + 1), axis=-1).astype(xp.uint64)
-    window = ((high << _u64(xp, WORD_BITS)) | low) >> xp.array(shift)
-    window = window & _u64(xp, (1 << window_bits) - 1)
+    eights = -(-stretch // 8)
+    mask = _u64(xp, (1 << window_bits) - 1)
     dtype = xp.uint8 if window_bits <= 8 else xp.uint16
-    return window.astype(dtype).reshape(*lead, n)
+    windows = []
+    for half in (0, 1):
+        byte, bit = divmod(half * 4 * bits, 8)
+        read = (np.arange(eights) * bits)[:, None] + (byte + np.arange(8))
+        source = _view(xp, xp.take(stream, xp.array(read), axis=-1), xp.uint64)
+        shifts = (bit + np.arange(4) * bits).astype(np.uint64)
+        windows.append(((source >> xp.array(shifts)) & mask).astype(dtype))
+    whole = xp.concatenate(windows, axis=-1).reshape(*lead, tiles, eights * 8)
+    return whole[..., :stretch].reshape(*lead, n)
 
 
 def _append_wrap(xp: ModuleType, stream: Array, n_bits: int, extra: int) -> Array:
-    """Repeat the first ``extra`` bits of a stretch of ``n_bits`` behind its last bit.
+    """Repeat the first ``extra`` (at most 15) bits of a stretch of ``n_bits`` behind its last bit.
 
-    Returns two words more than were given, so that "the next word" always exists.
+    Returns four words more than were given, so that reads of eight bytes stay inside.
     """
     n_words = stream.shape[-1]
-    columns = [stream[..., j] for j in range(n_words)]
     last_bits = n_bits - (n_words - 1) * WORD_BITS
+    last = stream[..., n_words - 1] & xp.array((1 << last_bits) - 1, dtype=xp.uint32)
+    tail = [last, *[xp.zeros_like(last)] * 4]
     one = xp.array(1, dtype=xp.uint32)
-    columns[-1] = columns[-1] & xp.array((1 << last_bits) - 1, dtype=xp.uint32)
-    columns += [xp.zeros_like(columns[0])] * 2
     for t in range(extra):
-        source, target = t % n_bits, n_bits + t
+        source, target = t % n_bits, last_bits + t
         bit = (stream[..., source // 32] >> xp.array(source % 32, dtype=xp.uint32)) & one
         bit = bit << xp.array(target % 32, dtype=xp.uint32)
-        columns[target // 32] = columns[target // 32] | bit
-    head = stream[..., : n_words - 1]
-    return xp.concatenate([head, xp.stack(columns[n_words - 1 :], axis=-1)], axis=-1)
+        tail[target // 32] = tail[target // 32] | bit
+    return xp.concatenate([stream[..., : n_words - 1], xp.stack(tail, axis=-1)], axis=-1)
 
 
 def pack_trits(trits: Array) -> Array:

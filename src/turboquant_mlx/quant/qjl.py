@@ -1,8 +1,9 @@
 """A 1-bit sketch of what quantization left over (QJL, Zandieh et al., 2024, applied to weights).
 
 For a residual row r in the stored domain: B = sign(H (sigma * r)) and ||r||, with random signs
-sigma and the block transform H of the weight's rotation. For a Gaussian projection sqrt(pi/2) * ||r|| * <B, P x> / m is an
-unbiased estimate of <r, x>; a Hadamard transform with random signs stands in for it, so
+sigma and the block transform H of the weight's own rotation. For a Gaussian projection P to m
+values, sqrt(pi/2) * ||r|| * <B, P x> / m is an unbiased estimate of <r, x>; a Hadamard transform
+with random signs stands in for it, so
 
     <r, x>  is estimated by  sqrt(pi/2) / sqrt(I) * ||r|| * <B, H (sigma * x)>
 

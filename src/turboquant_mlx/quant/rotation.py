@@ -208,8 +208,8 @@ def unrotate(y: Any, block: int, multiplier: Any = None) -> Any:
     return x.astype(y.dtype)
 
 
-def hadamard_columns(x: np.ndarray, block: int) -> np.ndarray:
-    """H on blocks of the first axis of a NumPy array (butterflies; vectors run along the rest).
+def hadamard_columns(x: np.ndarray, block: int, transpose: bool = False) -> np.ndarray:
+    """H (or H^T) on blocks of the first axis of a NumPy array; vectors run along the rest.
 
     With the transformed axis first, every addition works on contiguous rows, and the result does
     not depend on a BLAS or its number of threads.
@@ -217,6 +217,7 @@ def hadamard_columns(x: np.ndarray, block: int) -> np.ndarray:
     Args:
         x: float32 [width, ...], C-contiguous; **overwritten**.
         block: supported block length that divides width.
+        transpose: apply H^T, the inverse.
 
     Returns:
         float32 of x's shape, maybe x itself.
@@ -240,7 +241,8 @@ def hadamard_columns(x: np.ndarray, block: int) -> np.ndarray:
     if m > 1:
         source = x.reshape(n_blocks, m, power * row)
         into = spare.reshape(n_blocks, m, power * row)
-        for i, signs in enumerate(_base_matrix(m)):
+        base = _base_matrix(m)
+        for i, signs in enumerate(base.T if transpose else base):
             target = into[:, i]
             np.multiply(source[:, 0], signs[0], out=target)
             for j in range(1, m):

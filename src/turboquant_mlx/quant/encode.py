@@ -1,0 +1,141 @@
+"""The work of quantizing rows: on threads with NumPy, or in blocks with MLX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import QuantizationError
+from .packed import block_rows
+from .packing import pack_codes, pack_trits
+from .rotation import hadamard_columns, rotate
+from .scales import search_scales
+from .spec import QuantSpec
+from .threads import for_each
+
+TASK_ROWS = 128  # rows of one piece of work: long enough to vectorise over
+CHUNK_VALUES = 1 << 17  # weights that one thread holds in float32 at a time
+
+
+@dataclass
+class Sketch:
+    """The QJL part of a job."""
+
+    multiplier: np.ndarray  # float32 [I]
+    codes: np.ndarray  # uint32 [rows, ceil(I / 32)], filled in place
+    norms: np.ndarray  # float32 [rows], filled in place
+
+
+@dataclass
+class Job:
+    """One weight on its way: what to do with its rows, and the arrays that take the result."""
+
+    spec: QuantSpec
+    name: str
+    width: int
+    levels: np.ndarray  # float32 table
+    inverse_multiplier: np.ndarray  # float32 [I]
+    codes: np.ndarray  # uint32 [rows, words], filled in place
+    scales: np.ndarray  # float32 [rows, I / group_size], filled in place
+    sketch: Sketch | None = None
+
+    def pack(self, idx: Any) -> Any:
+        """Pack indices, NumPy or MLX."""
+        return pack_trits(idx) if self.spec.code == "ternary" else pack_codes(idx, self.spec.bits)
+
+    def not_finite(self) -> QuantizationError:
+        return QuantizationError(f"{self.name} has values that are not finite")
+
+
+# ------------------------------------------------------------------------- NumPy on CPU threads
+
+
+def encode_numpy(job: Job, weight: mx.array, threads: int | None = None) -> None:
+    """Quantize the rows of a weight [rows, I] into the job's arrays."""
+    if weight.dtype == mx.bfloat16:  # which NumPy does not know
+        weight = weight.view(mx.uint16)
+    mx.eval(weight)
+    source = np.array(weight, copy=False)
+    starts = range(0, source.shape[0], TASK_ROWS)
+    for_each(lambda start: _encode_rows(job, source, start), starts, threads)
+
+
+def _load_columns(source: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
+    """float32 [columns, rows]: a piece of the weight, transposed."""
+    piece = np.ascontiguousarray(source[rows, columns].T)
+    if piece.dtype == np.uint16:
+        return (piece.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return piece.astype(np.float32)
+
+
+def chunks(width: int, unit: int, rows: int) -> Iterator[slice]:
+    """Column ranges in multiples of ``unit`` that hold about CHUNK_VALUES values in ``rows``."""
+    step = unit * max(1, CHUNK_VALUES // (unit * rows))
+    for start in range(0, width, step):
+        yield slice(start, min(start + step, width))
+
+
+def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
+    """Quantize up to TASK_ROWS rows from ``start``; vectors run along the rows."""
+    spec, g, sketch = job.spec, job.spec.group_size, job.sketch
+    rows = slice(start, min(start + TASK_ROWS, source.shape[0]))
+    n = rows.stop - rows.start
+    idx = np.empty((n, job.width), np.uint8)
+    signs = np.empty((n, job.width if sketch else 0), np.uint8)
+    squares = np.zeros(n, np.float64)
+    for columns in chunks(job.width, math.lcm(spec.rotation_block, g), n):
+        x = _load_columns(source, rows, columns)
+        if not np.isfinite(x).all():
+            raise job.not_finite()
+        x *= job.inverse_multiplier[columns, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # reported just below
+            groups = hadamard_columns(x, spec.rotation_block).reshape(-1, g, n)
+            scale, best = search_scales(groups, job.levels, spec.scale_layout)
+        if not np.isfinite(scale).all():
+            raise job.not_finite()
+        job.scales[rows, columns.start // g : columns.stop // g] = scale[:, 0].T
+        idx[:, columns] = best.reshape(-1, n).T
+        if sketch:
+            residual = (groups - job.levels.take(best) * scale).reshape(-1, n)
+            squares += np.square(residual, dtype=np.float64).sum(axis=0)
+            residual *= sketch.multiplier[columns, None]
+            signs[:, columns] = (hadamard_columns(residual, spec.rotation_block) >= 0).T
+    job.codes[rows] = job.pack(idx)
+    if sketch:
+        sketch.codes[rows] = pack_codes(signs, 1)
+        sketch.norms[rows] = np.sqrt(squares)
+
+
+# ------------------------------------------------------------------------------- MLX on a GPU
+
+
+def encode_mlx(job: Job, weight: mx.array, threads: int | None = None) -> None:
+    """The same as ``encode_numpy`` in MLX operations, in blocks of BLOCK_BYTES."""
+    spec, g, width, sketch = job.spec, job.spec.group_size, job.width, job.sketch
+    inverse, levels = mx.array(job.inverse_multiplier), mx.array(job.levels)
+    step = block_rows(width)
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, min(start + step, weight.shape[0]))
+        n = rows.stop - rows.start
+        x = weight[rows].astype(mx.float32)
+        finite = mx.isfinite(x).all()
+        groups = rotate(x, spec.rotation_block, inverse).reshape(-1, g, 1)
+        scale, idx = search_scales(groups, job.levels, spec.scale_layout)
+        finite = finite & mx.isfinite(scale).all()
+        scales, codes = scale.reshape(n, width // g), job.pack(idx.reshape(n, width))
+        mx.eval(finite, scales, codes)
+        if not finite.item():
+            raise job.not_finite()
+        job.scales[rows] = np.array(scales, copy=False)
+        job.codes[rows] = np.array(codes, copy=False)
+        if sketch:
+            residual = (groups - levels[idx] * scale).reshape(n, width)
+            norms = mx.sqrt((residual * residual).sum(axis=-1))
+            projected = rotate(residual, spec.rotation_block, sketch.multiplier)
+            sketch.codes[rows] = np.array(pack_codes(projected >= 0, 1), copy=False)
+            sketch.norms[rows] = np.array(norms, copy=False)
