@@ -25,7 +25,7 @@ from ..kernels import cpu_attention
 from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
 from ..kernels.dispatch import backend, is_traced
 from ..quant.lookup import RowDecoder
-from ..quant.weight import PackedWeight, dequantize_rows
+from ..quant.weight import PackedWeight, dequantize_numpy
 from .memory import available_memory_bytes
 from .packed import PackedLayer
 
@@ -40,7 +40,7 @@ KEEP_SHARE = 0.7
 def packed_rows(weight: PackedWeight, use_qjl: bool) -> Callable[[int, int], np.ndarray]:
     """A function that decodes rows of a packed (O, I) weight in its stored domain."""
     if use_qjl and weight.spec.qjl:
-        return lambda a, b: as_numpy(dequantize_rows(weight, a, b, use_qjl=True))
+        return lambda a, b: dequantize_numpy(weight, a, b, rotated=True)
     return RowDecoder(weight)
 
 

@@ -59,6 +59,10 @@ class PackedWeight:
         """One matrix of a stack."""
         return self._with_rows(lambda a: a[index])
 
+    def experts(self, indices: mx.array) -> PackedWeight:
+        """The matrices of a stack that an integer vector names, as a stack."""
+        return self._with_rows(lambda a: a[indices])
+
     def flat(self) -> PackedWeight:
         """A stack as one tall matrix."""
         lead = len(self.shape) - 1
