@@ -168,5 +168,5 @@ def test_a_local_folder_that_looks_like_a_repository_is_no_base_model(tmp_path, 
 def test_odd_names_stay_text():
     report = {**REPORT, "source": "./we`ird|na*me", "output_path": "out/a b$(x)"}
     _, body = card(report)
-    assert "we\\`ird\\|na\\*me with its weights" in body
+    assert "we\\`ird\\|na\\*me, its quantized weights" in body
     assert command(body)[1:5] == ["--hf-path", "we`ird|na*me", "--mlx-path", "a b$(x)"]

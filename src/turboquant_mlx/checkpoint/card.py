@@ -50,9 +50,8 @@ def model_card(
     sections = [
         _front_matter(report, source_card),
         f"# {_inline(name)}",
-        f"{_inline(source)} with its weights stored at {report['bits_per_weight']:.2f} bits each, "
-        "converted with [TurboQuant](https://pypi.org/project/turboquant-mlx-kit/) for "
-        "[MLX](https://ml-explore.github.io/mlx/).",
+        f"{_inline(source)}, its quantized weights stored at {report['bits_per_weight']:.2f} bits "
+        "each. Converted with `turboquant-mlx-kit` for MLX.",
         "## How to run it",
         *_how_to_run(name),
         "## How it was made",
