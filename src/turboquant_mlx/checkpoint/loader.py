@@ -8,6 +8,7 @@ folder carries is never run for our own format; the model file in it serves stoc
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,8 @@ from .build import Transform, adopt
 from .config import normalize_config
 from .schema import MANIFEST_KEY, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
+
+logger = logging.getLogger("turboquant_mlx")
 
 # Keys that would make mlx-lm act on a folder by itself; set to None, as they cannot be taken out.
 _TURBOQUANT_KEYS = ("model_file", "quantization", "quantization_config")
@@ -164,8 +167,16 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
         return manifest, None
     if predecessor.is_predecessor(folder.config):
         manifest = predecessor.manifest_from_headers(
-            folder.config, folder.tensors, read_tensor=partial(_read_tensor, folder)
+            folder.config,
+            folder.tensors,
+            read_tensor=partial(_read_tensor, folder),
+            width_of=partial(_width_in_model, folder),
         )
+        if manifest.mtp is not None:
+            logger.info(
+                "note: %d tensors of a multi-token-prediction head are not loaded",
+                manifest.mtp.tensors,
+            )
         return manifest, partial(_repack, manifest)
     return None, None
 
@@ -177,6 +188,15 @@ def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.ar
 def _read_tensor(folder: Folder, name: str) -> np.ndarray:
     arrays: Any = mx.load(str(folder.file_of[name]))
     return np.array(arrays[name].astype(mx.float32))
+
+
+def _width_in_model(folder: Folder, path: str) -> int | None:
+    """Input width of a module by config.json; the model is built without its weights."""
+    config, _ = normalize_config(predecessor.plain_config(folder.config))
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    module = dict(model_class(args_class.from_dict(config)).named_modules()).get(path)
+    weight = None if module is None else module.get("weight")
+    return None if weight is None else weight.shape[-1]
 
 
 def _classes(manifest: Manifest, transform: Transform | None, cpu_expand: CpuExpand, config: dict):
