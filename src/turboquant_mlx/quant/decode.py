@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from .encode import TASK_ROWS, chunks
+from .lookup import RowDecoder
 from .packed import PackedWeight, block_rows
 from .packing import unpack_codes, unpack_trits
 from .qjl import decode_sketch, sketch_factor
@@ -145,28 +146,30 @@ def dequantize_numpy(
         packed = packed.flat()
     arrays = packed.arrays()
     mx.eval(*arrays.values())
-    a = {name: np.array(array, copy=False) for name, array in arrays.items()}
-    if not use_qjl:
-        a.pop("qjl_codes", None)
+    decoder = RowDecoder(packed)
+    others = {
+        name: np.array(array, copy=False)
+        for name, array in arrays.items()
+        if name == "multiplier" or (use_qjl and name.startswith("qjl"))
+    }
     out = np.empty((stop - start, packed.shape[-1]), np.float32)
 
     def work(first: int) -> None:
         rows = slice(first, min(first + TASK_ROWS, stop))
-        _decode_rows(packed.spec, a, rows, out[first - start : rows.stop - start], rotated)
+        values = decoder(rows.start, rows.stop)
+        _finish_rows(packed.spec, others, rows, values, rotated)
+        out[first - start : rows.stop - start] = values
 
     for_each(work, range(start, stop, TASK_ROWS), threads)
     return out
 
 
-def _decode_rows(
-    spec: QuantSpec, a: dict[str, np.ndarray], rows: slice, out: np.ndarray, rotated: bool
+def _finish_rows(
+    spec: QuantSpec, a: dict[str, np.ndarray], rows: slice, values: np.ndarray, rotated: bool
 ) -> None:
-    """Decode some rows into ``out`` [rows, I]."""
-    n, width = out.shape
-    scale = decode_scales(a["scales"][rows], spec.scale_layout)
-    indices = decode_indices(a["codes"][rows], spec, width)
-    groups = out.reshape(n, -1, spec.group_size)
-    np.multiply(a["table"].take(indices).reshape(groups.shape), scale[..., None], out=groups)
+    """Add the sketch where there is one and leave the stored domain, in place."""
+    n, width = values.shape
+    block = spec.rotation_block
     sketch = None
     if "qjl_codes" in a:
         norms = a["qjl_norms"][rows].astype(np.float32) * np.float32(sketch_factor(width))
@@ -174,12 +177,13 @@ def _decode_rows(
         sketch = (2 * sketch - 1) * norms[:, None]
     if rotated and sketch is None:
         return
-    for columns in chunks(width, spec.rotation_block, n):
+    for columns in chunks(width, block, n):
+        x = np.ascontiguousarray(values[:, columns].T)
         if sketch is not None:
             residual = np.ascontiguousarray(sketch[:, columns].T)
-            residual = hadamard_columns(residual, spec.rotation_block, transpose=True)
-            out[:, columns] += (residual * a["qjl_multiplier"][columns, None]).T
+            residual = hadamard_columns(residual, block, transpose=True)
+            x += residual * a["qjl_multiplier"][columns, None].astype(np.float32)
         if not rotated:
-            x = np.ascontiguousarray(out[:, columns].T)
-            x = hadamard_columns(x, spec.rotation_block, transpose=True)
-            out[:, columns] = (x * a["multiplier"][columns, None]).T
+            x = hadamard_columns(x, block, transpose=True)
+            x *= a["multiplier"][columns, None].astype(np.float32)
+        values[:, columns] = x.T
