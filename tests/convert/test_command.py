@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +73,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The conversions that were asked for."""
     recorded: list[dict[str, Any]] = []
 
-    def convert(hf_path: str, mlx_path: str, **options: Any) -> ConvertReport:
+    def convert(
+        hf_path: str, mlx_path: str, *, say: Callable[[str, str], None], **options: Any
+    ) -> ConvertReport:
         recorded.append({"hf_path": hf_path, "mlx_path": mlx_path, **options})
+        say("note", "something to know")
+        say("warning", "something to act on")
         return REPORT
 
     fake = SimpleNamespace(convert=convert)

@@ -74,16 +74,16 @@ def _convert(argv: Sequence[str] | None) -> None:
 
     from .pipeline import convert
 
-    report = convert(source, target, overwrite=overwrite, progress=True, **given)
-    for message in report.notices:
-        cli.notice(message)
-    for message in report.warnings:
-        cli.warn(message)
+    report = convert(source, target, overwrite=overwrite, progress=True, say=_say, **given)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report.format_table())
         print(f"\nRun it:\n  {_run_line(report.output_path)}")
+
+
+def _say(kind: str, text: str) -> None:
+    (cli.warn if kind == "warning" else cli.notice)(text)
 
 
 def _run_line(path: str) -> str:

@@ -10,7 +10,7 @@ freed buffers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,24 @@ from ..quant.weight import quantize_weight
 from . import files
 from .options import ConvertOptions
 from .recipe import Decision, ModuleInfo, Plan, plan_modules
-from .report import ConvertReport
+from .report import ConvertReport, format_bytes
 from .source_model import (
     SAFETENSORS_DTYPES,
     SourceModel,
     dropped_tensors,
+    embeddings_read_directly,
     has_other_modalities,
     list_modules,
+    modality_of,
     mtp_tensors,
     open_source,
 )
 from .summary import StoredTensor, build_report
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
+
+Say = Callable[[str, str], None]
+"""Takes ("note" or "warning", text)."""
 
 
 def convert(
@@ -53,6 +58,7 @@ def convert(
     options: ConvertOptions | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: bool = False,
+    say: Say | None = None,
     **option_values: Any,
 ) -> ConvertReport:
     """Convert a checkpoint into a small one in our format.
@@ -64,6 +70,8 @@ def convert(
         options: all choices in one record; or give them by name (``bits=4``).
         max_shard_bytes: largest size of a weight file.
         progress: show a progress bar on stderr.
+        say: called with each note and warning before the long work begins; the report holds them
+            as well.
 
     Returns:
         what was done, with true sizes.
@@ -85,8 +93,13 @@ def convert(
     if plan.quantizes_nothing:
         raise _nothing_to_do(source, plan)
     job = _Job(source, options, infos, plan)
-    dropped = dropped_tensors(source)
+    dropped = dropped_tensors(source, kept=job.mtp)
     job.explain_dropped(dropped)
+    if say is not None:
+        for text in (*source.notes, *plan.notices):
+            say("note", text)
+        for text in plan.warnings:
+            say("warning", text)
     with (
         FolderWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer,
         _memory_mode(options.streaming),
@@ -148,6 +161,12 @@ class _Job:
         self.mtp = mtp_tensors(source.folder) if options.keep_mtp else []
         if options.keep_mtp and not self.mtp:
             plan.notices.append("--keep-mtp has no effect: the source has no such head")
+        plain = embeddings_read_directly(source.model)
+        if options.quantize_extras and plain:
+            plan.notices.append(
+                f"--quantize-extras leaves {', '.join(plain)} as it is: mlx-lm's code for this "
+                "model type needs its plain values"
+            )
         self.manifest = self._build_manifest()
         self.layout = self._build_layout()
 
@@ -159,17 +178,12 @@ class _Job:
             elif group["reason"] == "buffer":
                 continue  # recomputed by every implementation
             elif group["reason"] == "mtp":
-                if self.mtp:
-                    continue
                 text = (
-                    f"{group['tensors']} tensors of the multi-token-prediction head are dropped "
-                    "(--keep-mtp keeps them)"
+                    f"the multi-token-prediction head is dropped, {_size(group)} "
+                    "(--keep-mtp keeps it)"
                 )
             else:
-                text = (
-                    f"{group['tensors']} {group['reason']} tensors "
-                    f"({group['bytes'] / 1e6:.1f} MB) are dropped: this converts the text part"
-                )
+                text = f"the {group['reason']} part is dropped, {_size(group)}: only text remains"
             self.plan.notices.append(text)
         if has_other_modalities(dropped):
             self.plan.notices.append(
@@ -328,11 +342,16 @@ class _Job:
         config = {**self.source.config}
         if self.options.dtype is not None:
             set_model_dtype(config, self.options.dtype)
-        for key in ("vision_config", "audio_config"):
-            config.pop(key, None)
+        for modality in {"vision", "audio"} - {modality_of(path) for path in self.layout}:
+            config.pop(f"{modality}_config", None)
         config.update(config_entries(self.manifest, self.options.bits, self.options.group_size))
         files.write_side_files(writer, self.source.folder, report, self.options)
         writer.commit(config, total_parameters=report.parameters)
+
+
+def _size(group: dict[str, Any]) -> str:
+    plural = "" if group["tensors"] == 1 else "s"
+    return f"{group['tensors']} tensor{plural} of {format_bytes(group['bytes'])}"
 
 
 def _as_buffer(array: Any) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ OTHER_MODALITIES = {
     "audio": ("audio_tower", "audio_model", "embed_audio", "audio_encoder"),
 }
 BUFFERS = ("inv_freq", "masked_bias", "rotary_emb")
+_MTP = re.compile(r"mtp(_\w+)?")
+
+# mlx-lm's classes that multiply by the array of a tied embedding instead of asking the embedding
+# to. MLX's affine embedding has packed codes in that place.
+READ_EMBEDDING_DIRECTLY = frozenset({"llama4_text", "minicpm", "seed_oss"})
 
 
 @dataclass
@@ -87,9 +93,12 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
     load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
     precision = _source_precision(config)
     model, loaded = _build(folder, config, precision, trust_remote_code)
+    # some exporters describe their quantization in a file of its own, which mlx-lm reads
+    precision = precision or _source_precision(loaded)
     if precision is not None:
         notes = [*notes, f"the source is quantized ({precision}); its weights are expanded first"]
         _dequantize(folder, model)
+    _check_floating(folder, model, precision)
     for key in ("quantization", "quantization_config", "_name_or_path"):
         loaded.pop(key, None)
     return SourceModel(folder, loaded, model, precision, notes)
@@ -132,23 +141,42 @@ def _dequantize(folder: Folder, model: nn.Module) -> None:
                 hint="convert the 16-bit model that it was made from",
             )
     mlx_lm_utils.dequantize_model(model)
+
+
+def _check_floating(folder: Folder, model: nn.Module, precision: str | None) -> None:
+    """Refuse a model that holds whole numbers where a layer needs floating point.
+
+    An unquantized model may hold them elsewhere (tables of indices); in a quantized one they are
+    the remains of what could not be expanded.
+    """
     for name, value in tree_flatten(model.parameters()):
-        if not mx.issubdtype(value.dtype, mx.floating):
+        if mx.issubdtype(value.dtype, mx.floating):
+            continue
+        if precision is not None or name.endswith(".weight"):
             raise UnsupportedModelError(
-                f"{folder.path}: {name} is {SAFETENSORS_DTYPES[value.dtype]} after expanding; "
-                "mlx-lm cannot turn this source back into floating point",
-                hint="convert the 16-bit model that it was made from",
+                f"{folder.path}: {name} is {SAFETENSORS_DTYPES[value.dtype]}, which mlx-lm cannot "
+                "turn into floating point",
+                hint="convert the 16-bit model that this one was made from",
             )
 
 
 def list_modules(model: nn.Module) -> list[ModuleInfo]:
-    """Every module that holds parameters of its own, in the order of the model."""
+    """Every module that holds parameters of its own, in the order of the model.
+
+    Besides what the model's own ``quant_predicate`` refuses, ``predicate`` is False for embeddings
+    that must stay a plain array (``embeddings_read_directly``) and for towers of other modalities
+    that a text model keeps.
+    """
     predicate = getattr(model, "quant_predicate", None)
+    excluded = set(embeddings_read_directly(model))
     infos = []
     for path, module in _with_parameters(model):
         own = [value for value in module.values() if isinstance(value, mx.array)]
         weight: Any = module.get("weight")
         main: mx.array = weight if isinstance(weight, mx.array) else own[0]
+        opinion = None if predicate is None else _ask(predicate, path, module)
+        if path in excluded or modality_of(path) is not None:
+            opinion = False
         infos.append(
             ModuleInfo(
                 path=path,
@@ -156,11 +184,22 @@ def list_modules(model: nn.Module) -> list[ModuleInfo]:
                 shape=tuple(main.shape),
                 dtype=SAFETENSORS_DTYPES[main.dtype],
                 has_bias="bias" in module,
-                predicate=None if predicate is None else _ask(predicate, path, module),
+                predicate=opinion,
                 num_parameters=sum(v.size for v in own),
             )
         )
     return infos
+
+
+def embeddings_read_directly(model: nn.Module) -> list[str]:
+    """Paths of tied embeddings whose array the model's code multiplies by itself."""
+    classes = {type(module).__module__.rpartition(".")[2] for module in model.modules()}
+    if not classes & READ_EMBEDDING_DIRECTLY:
+        return []
+    paths = {path.rpartition(".")[2]: path for path, _ in model.named_modules()}
+    if "lm_head" in paths or "output" in paths:
+        return []
+    return [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
 def _with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -193,8 +232,12 @@ def _ask(predicate: Any, path: str, module: nn.Module) -> bool | dict | None:
     return answer if isinstance(answer, (bool, dict)) else bool(answer)
 
 
-def dropped_tensors(source: SourceModel) -> list[dict[str, Any]]:
+def dropped_tensors(source: SourceModel, *, kept: Collection[str] = ()) -> list[dict[str, Any]]:
     """What the text model does not take over from the source, grouped by reason.
+
+    Args:
+        source: the opened source.
+        kept: tensors that the conversion copies although the model does not use them.
 
     Returns:
         [{"reason", "tensors", "bytes"}]. Parts of other modalities, multi-token-prediction heads
@@ -203,12 +246,20 @@ def dropped_tensors(source: SourceModel) -> list[dict[str, Any]]:
         quantized.
     """
     folder = source.folder
+    parameters = tree_flatten(source.model.parameters())
+    used = {_drop_reason(name) for name, _ in parameters}
     groups: dict[str, list[str]] = {}
     mtp = frozenset(mtp_tensors(folder))
     for name in folder.tensors:
         reason = "mtp" if name in mtp else _drop_reason(name)
-        if reason is not None:
+        if reason is not None and reason not in used:
             groups.setdefault(reason, []).append(name)
+    named = {name for names in groups.values() for name in names}
+    groups = {
+        reason: missing
+        for reason, names in groups.items()
+        if (missing := [name for name in names if name not in kept])
+    }
     dropped = [
         {
             "reason": reason,
@@ -218,16 +269,15 @@ def dropped_tensors(source: SourceModel) -> list[dict[str, Any]]:
         for reason, names in groups.items()
     ]
     if source.source_precision is None:
-        kept = sum(v.size for _, v in tree_flatten(source.model.parameters()))
-        named = {name for names in groups.values() for name in names}
         total = sum(_count(t.shape) for n, t in folder.tensors.items() if n not in named)
-        if total > kept:
+        surplus = total - sum(value.size for _, value in parameters)
+        if surplus > 0:
             dropped.append(
                 {
                     "reason": "not used by this model type (for example a tied head)",
                     "tensors": None,
                     "bytes": None,
-                    "parameters": total - kept,
+                    "parameters": surplus,
                 }
             )
     return dropped
@@ -239,23 +289,39 @@ def has_other_modalities(dropped: list[dict[str, Any]]) -> bool:
 
 
 def mtp_tensors(folder: Folder) -> list[str]:
-    """Names of the source's multi-token-prediction head: ``mtp.*``, or whole extra layers."""
+    """Names of the source's multi-token-prediction head: ``mtp.*``, or whole extra layers.
+
+    Tensors below a component like ``mtp`` or ``mtp_layers``, and those of the layers that
+    ``num_nextn_predict_layers`` adds behind the last one.
+    """
     text_config = folder.config.get("text_config") or folder.config
     layers, extra = (
         text_config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")
     )
-    prefixes: tuple[str, ...] = ("mtp.", "model.mtp.", "language_model.mtp.")
+    further: tuple[str, ...] = ()
     if isinstance(layers, int) and isinstance(extra, int):
-        prefixes += tuple(f"model.layers.{layers + i}." for i in range(extra))
-    return [name for name in folder.tensors if name.startswith(prefixes)]
+        further = tuple(f"model.layers.{layers + i}." for i in range(extra))
+    return [
+        name
+        for name in folder.tensors
+        if name.startswith(further) or any(_MTP.fullmatch(part) for part in name.split(".")[:-1])
+    ]
 
 
 def _drop_reason(name: str) -> str | None:
-    parts = name.split(".")
-    for reason, marks in OTHER_MODALITIES.items():
-        if any(part in marks for part in parts[:-1]):
-            return reason
-    return "buffer" if any(part in BUFFERS for part in parts) else None
+    path, _, last = name.rpartition(".")
+    if (modality := modality_of(path)) is not None:
+        return modality
+    return "buffer" if any(part in BUFFERS for part in (*path.split("."), last)) else None
+
+
+def modality_of(path: str) -> str | None:
+    """The other modality that a module belongs to, or None for text."""
+    parts = path.split(".")
+    for modality, marks in OTHER_MODALITIES.items():
+        if any(part in marks for part in parts):
+            return modality
+    return None
 
 
 def _count(shape: tuple[int, ...]) -> int:
