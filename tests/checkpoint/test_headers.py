@@ -256,3 +256,20 @@ def test_names_are_shown_without_control_characters(tmp_path):
     name = "a\x1b[31m\n" + "x" * 500
     message = refused(write(tmp_path / "m", {name: {}}, b""))
     assert "\x1b" not in message and len(message) < 400 + len(str(tmp_path))
+
+
+def test_random_damage_is_an_error_or_harmless_and_never_a_crash(tmp_path):
+    """A few hundred broken headers, each from a seed of its own."""
+    whole = write(tmp_path / "whole", TENSORS).read_bytes()
+    path = tmp_path / "m"
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        raw = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            raw[rng.integers(len(raw))] = rng.integers(256)
+        path.write_bytes(raw)
+        try:
+            header = read_header(path)
+        except CheckpointError:
+            continue
+        assert all(info.end <= header.file_bytes for info in header.tensors.values())
