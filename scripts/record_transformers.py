@@ -27,7 +27,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import tiny  # noqa: E402
 
-SEED = 11
+# A random model has attention and routing decisions on a knife-edge at some positions, where any
+# rounding of the weights gives another answer. These seeds have none, so that the distance of a
+# converted model measures the conversion.
+SEEDS = {**dict.fromkeys(tiny.MODEL_TYPES, 6), "gemma3_text": 8, "granitemoe": 5, "deepseek_v2": 3}
 N_TOKENS = 12
 OVERRIDES = {
     **{name: {"rope_theta": 500.0} for name in tiny.MODEL_TYPES},
@@ -39,8 +42,9 @@ def record(model_type: str, dst: Path) -> None:
     import torch
     import transformers
 
-    recipe = {"model_type": model_type, "seed": SEED, "dtype": "float32", **OVERRIDES[model_type]}
-    ids = tiny.token_ids(N_TOKENS, SEED)
+    seed = SEEDS[model_type]
+    recipe = {"model_type": model_type, "seed": seed, "dtype": "float32", **OVERRIDES[model_type]}
+    ids = tiny.token_ids(N_TOKENS, seed)
     with tempfile.TemporaryDirectory() as folder:
         tiny.build_source(folder, **recipe, experts="fused")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(

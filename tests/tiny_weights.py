@@ -161,8 +161,11 @@ def _deepseek(c: dict[str, Any], draw: Draw, layer: str, n: int, experts: str) -
         return
     hidden, inner = c["hidden_size"], c["moe_intermediate_size"]
     path = f"{layer}.mlp"
-    yield _linear(draw, f"{path}.gate", c["n_routed_experts"], hidden, gain=_ROUTER_GAIN)
-    if c["model_type"] == "deepseek_v3":
+    is_v3 = c["model_type"] == "deepseek_v3"
+    # its scores are sigmoids, which a large gain would press together
+    gain = 1.0 if is_v3 else _ROUTER_GAIN
+    yield _linear(draw, f"{path}.gate", c["n_routed_experts"], hidden, gain=gain)
+    if is_v3:
         name = f"{path}.gate.e_score_correction_bias"
         yield name, draw(name, c["n_routed_experts"])
     for e in range(c["n_routed_experts"]):

@@ -52,10 +52,10 @@ class Folders:
         return folder
 
     def converted(self, model_type: str, *, bits: int = 4, **changes: Any) -> Path:
-        """The recorded model, stored as bfloat16 in the spelling of transformers 5, converted."""
+        """The recorded model, its source stored as bfloat16 unless told otherwise, converted."""
         from turboquant_mlx.convert.pipeline import convert
 
-        source = self.source(model_type, dtype="bfloat16", **changes)
+        source = self.source(model_type, **{"dtype": "bfloat16", **changes})
         target = source.with_name(f"{source.name}-{bits}bit")
         if not target.exists():
             convert(str(source), str(target), bits=bits, progress=False)

@@ -9,11 +9,11 @@ import sys
 import mlx.core as mx
 import pytest
 
+import tiny
 from distances import cosines
 from turboquant_mlx.checkpoint.loader import load_model
 
 LM_TYPES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3")
-VLM_TYPES = ("llama", "qwen3_moe", "gemma3_text")
 
 
 def run_module(*args: str) -> subprocess.CompletedProcess[str]:
@@ -59,21 +59,29 @@ class TestMlxVlm:
     def _installed(self):
         pytest.importorskip("mlx_vlm", reason="the vlm extra is not installed")
 
-    @pytest.mark.parametrize("model_type", VLM_TYPES)
+    @pytest.mark.parametrize("model_type", tiny.MODEL_TYPES)
     def test_gives_the_logits_of_our_loader(self, folders, model_type):
         import mlx_vlm
 
         folder, ids = folders.converted(model_type), folders.recording(model_type).ids
         stock, _ = mlx_vlm.load(str(folder))
         ours, _ = load_model(folder)
-        # The two libraries' models of one type order their operations differently.
-        assert cosines(stock.language_model(ids).logits, ours(ids)).min() > 0.999
+        # Their models of one type may differ in the order of operations, so not to the bit.
+        assert cosines(stock(ids).logits, ours(ids)).min() > 0.999
 
     def test_generates_from_the_command_line(self, folders):
         folder = folders.converted("llama")
         result = run_module(
             *("mlx_vlm", "generate", "--model", str(folder)),
-            *("--prompt", "why does ice float?", "--max-tokens", "4", "--temperature", "0"),
+            *(
+                "--prompt",
+                "why does ice float?",
+                "--max-tokens",
+                "4",
+                "--temperature",
+                "0",
+                "--verbose",
+            ),
         )
         assert result.returncode == 0, result.stderr
         assert "Generation: 4 tokens" in result.stdout
