@@ -458,6 +458,9 @@ def test_a_repository_is_downloaded_once_and_then_found_without_the_hub(tmp_path
     assert ask(NOBODY, tmp_path, "owner/name") == [answer]
     assert ask(NOBODY, tmp_path, "owner/name", offline=True) == [answer]
     assert ask(NOBODY, tmp_path, "owner/name", allow_download=False) == [answer]
+    (path / "model.safetensors").unlink()
+    [message] = ask(NOBODY, tmp_path, "owner/name", offline=True)
+    assert message.startswith("the model owner/name is only partly downloaded")
 
 
 def test_each_refusal_of_the_hub_is_one_clear_line(tmp_path):

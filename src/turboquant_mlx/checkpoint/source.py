@@ -90,9 +90,9 @@ def resolve(
 
 def _download(repo: str, revision: str | None, allow_download: bool) -> Path:
     # Importing the hub's client takes a third of a second, which local models need not pay.
-    from huggingface_hub import errors, is_offline_mode, snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
-    offline = is_offline_mode()
+    offline = bool(constants.HF_HUB_OFFLINE)
     try:
         return Path(
             snapshot_download(
@@ -102,50 +102,56 @@ def _download(repo: str, revision: str | None, allow_download: bool) -> Path:
                 local_files_only=offline or not allow_download,
             )
         )
-    except errors.GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"the model {repo} is gated, and its owner has not given you access",
-            hint="ask for access on the model's page, then log in with: hf auth login",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(
-            f"no such folder, and no such model on the hub: {repo}",
-            hint="a private model needs a login: hf auth login",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelNotFoundError(f"the model {repo} has no revision {revision}") from error
-    except errors.HFValidationError as error:
-        raise ModelNotFoundError(f"no such folder: {repo}") from error
-    except errors.IncompleteSnapshotError as error:
-        raise ModelNotFoundError(
-            f"the model {repo} is only partly downloaded, and the hub cannot be asked for the rest",
-            hint="try again with a network connection, without HF_HUB_OFFLINE",
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        if offline:
-            raise ModelNotFoundError(
-                f"no such folder, and the hub is switched off (HF_HUB_OFFLINE): {repo}",
-                hint="unset HF_HUB_OFFLINE to let it be downloaded",
-            ) from error
-        if not allow_download:
-            raise ModelNotFoundError(
-                f"no such folder, and it was never downloaded: {repo}"
-            ) from error
-        raise ModelNotFoundError(
-            f"no such folder, and the hub cannot be reached for {repo} "
-            f"({_reason(error.__cause__ or error)})",
-            hint="check the network connection, or give the path of a local folder",
-        ) from error
-    except errors.HfHubHTTPError as error:
-        if error.response.status_code in (401, 403):
-            raise ModelNotFoundError(
-                f"no such folder, and the hub does not let you read {repo}",
-                hint="log in with: hf auth login",
-            ) from error
-        raise ModelNotFoundError(f"the download of {repo} failed ({_reason(error)})") from error
     except Exception as error:
         # The client's own errors and those of the libraries below it share no base class.
-        raise ModelNotFoundError(f"the download of {repo} failed ({_reason(error)})") from error
+        raise _explain(error, repo, revision, offline, allow_download) from error
+
+
+def _explain(
+    error: Exception, repo: str, revision: str | None, offline: bool, allow_download: bool
+) -> ModelNotFoundError:
+    """One line about why a repository is not here."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return ModelNotFoundError(
+            f"the model {repo} is gated, and its owner has not given you access",
+            hint="ask for access on the model's page, then log in with: hf auth login",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelNotFoundError(
+            f"no such folder, and no such model on the hub: {repo}",
+            hint="a private model needs a login: hf auth login",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelNotFoundError(f"the model {repo} has no revision {revision}")
+    if isinstance(error, errors.HFValidationError):
+        return ModelNotFoundError(f"no such folder: {repo}")
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return ModelNotFoundError(
+            f"no such folder, and the hub does not let you read {repo}",
+            hint="log in with: hf auth login",
+        )
+    if not isinstance(error, errors.LocalEntryNotFoundError):
+        return ModelNotFoundError(f"the download of {repo} failed ({_reason(error)})")
+    # What remains: the files are not in the cache, and the hub was not, or could not be, asked.
+    if type(error).__name__ == "IncompleteSnapshotError":
+        return ModelNotFoundError(
+            f"the model {repo} is only partly downloaded, and the hub cannot be asked for the rest",
+            hint="try again with a network connection, without HF_HUB_OFFLINE",
+        )
+    if offline:
+        return ModelNotFoundError(
+            f"no such folder, and the hub is switched off (HF_HUB_OFFLINE): {repo}",
+            hint="unset HF_HUB_OFFLINE to let it be downloaded",
+        )
+    if not allow_download:
+        return ModelNotFoundError(f"no such folder, and it was never downloaded: {repo}")
+    return ModelNotFoundError(
+        f"no such folder, and the hub cannot be reached for {repo} "
+        f"({_reason(error.__cause__ or error)})",
+        hint="check the network connection, or give the path of a local folder",
+    )
 
 
 def _reason(error: BaseException) -> str:
