@@ -20,6 +20,7 @@ from mlx_lm.utils import load_model as load_stock
 import tiny
 from distances import as_float32, cosines, divergences
 from turboquant_mlx.checkpoint.loader import load_model
+from turboquant_mlx.errors import CheckpointError
 from turboquant_mlx.layers.install import packed_layers
 from turboquant_mlx.quant.weight import dequantize_weight
 
@@ -172,6 +173,11 @@ class TestExpertsOfGptOss:
         assert any("experts" in path for path, _ in packed_layers(model))
         source = run(folders.source("gpt_oss", experts="mxfp4"), ids)
         assert cosines(source, model(ids)).mean() > COSINE_4_BITS["gpt_oss"]
+
+    def test_fused_layout_is_refused_by_name(self, folders):
+        # mlx-lm has no reading of what transformers writes for a bf16 gpt-oss.
+        with pytest.raises(CheckpointError, match=r"mlp\.experts\.down_proj"):
+            load_model(folders.source("gpt_oss", experts="fused"))
 
 
 # --- dtypes of activations -------------------------------------------------------------------
