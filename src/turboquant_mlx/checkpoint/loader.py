@@ -21,6 +21,8 @@ import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
+from ..kernels.dispatch import backend
+from ..layers import cpu
 from ..layers.cpu import CpuExpand
 from . import predecessor
 from .build import Transform, adopt
@@ -134,6 +136,8 @@ def load_model(
     """
     folder = inspect_folder(path)
     config, _ = normalize_config(folder.config)
+    # mlx-lm takes the end tokens of generation_config.json where there are any
+    config.pop("eos_token_id", None)
     manifest, transform = read_manifest(folder)
     if manifest is None:
         get_classes: Callable = mlx_lm_utils._get_classes
@@ -146,6 +150,9 @@ def load_model(
         get_model_classes=get_classes,
         trust_remote_code=trust_remote_code,
     )
+    if manifest is None and backend() == "cpu":
+        # stock layers are slow there, and 16-bit experts raise
+        cpu.prepare(model, cpu_expand)
     if not lazy:
         mx.eval(model.parameters())
     return model, loaded

@@ -37,6 +37,22 @@ def __getattr__(name):
 '''
 
 
+# What stock mlx-vlm calls the rotary base of these models' full-attention layers.
+_VLM_BASE_KEYS = {"gemma3": "rope_global_base_freq", "gemma3_text": "rope_global_base_freq"}
+
+
+def add_stock_keys(config: dict[str, Any]) -> None:
+    """Add to a normalised config what only stock mlx-vlm reads, in place.
+
+    Without it mlx-vlm would run some models with a default rotary base of its own.
+    """
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and "rope_theta" in part:
+            key = _VLM_BASE_KEYS.get(part.get("model_type", config.get("model_type")))
+            if key is not None:
+                part[key] = part["rope_theta"]
+
+
 class StockArgs:
     """Stands in for mlx-lm's ``ModelArgs``: the real ones and the class that they belong to."""
 

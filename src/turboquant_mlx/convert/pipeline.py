@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from ..checkpoint.config import set_model_dtype
 from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, expected_tensors
+from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter, check_target
 from ..errors import OptionError, OutputError, TurboQuantError
 from ..quant.rotation import random_signs
@@ -344,6 +345,7 @@ class _Job:
             set_model_dtype(config, self.options.dtype)
         for modality in {"vision", "audio"} - {modality_of(path) for path in self.layout}:
             config.pop(f"{modality}_config", None)
+        add_stock_keys(config)
         config.update(config_entries(self.manifest, self.options.bits, self.options.group_size))
         files.write_side_files(writer, self.source.folder, report, self.options)
         writer.commit(config, total_parameters=report.parameters)
