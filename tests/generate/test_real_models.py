@@ -11,6 +11,8 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
+from turboquant_mlx import convert
+
 PEER = Path(__file__).parents[1] / "fixtures" / "predecessor"
 PROMPT = "why does ice float?"
 GREEDY = ("--prompt", PROMPT, "--temp", "0", "--max-tokens", "12", "--min-tokens", "12")
@@ -69,6 +71,28 @@ def test_end_tokens_of_the_folder_apply_to_it(run, source, tmp_path):
     length = ids.index(ids[5]) + 1
     assert f"generated: {length} token" in result.err
     assert "(ended by the model)" in result.err
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    """The tiny llama in our own format, at 2 bits so that its QJL sketches have much to correct."""
+    folder = tmp_path_factory.mktemp("converted") / "llama-2bit"
+    convert(str(source), str(folder), bits=2, use_qjl=True)
+    return folder
+
+
+def test_a_folder_of_ours_answers(run, converted):
+    result = run("--model", str(converted), *GREEDY)
+    assert result.code == 0
+    assert "generated: 12 tokens" in result.err
+    assert result.notes == []
+
+
+def test_fast_changes_what_a_folder_of_ours_computes(run, converted):
+    whole, fast = (run("--model", str(converted), *GREEDY, *more) for more in ([], ["--fast"]))
+    assert (whole.code, fast.code) == (0, 0)
+    assert whole.out != fast.out
+    assert fast.notes == []
 
 
 @pytest.mark.parametrize("name", ["dense-3bit-g64", "moe-ternary-down4"])
