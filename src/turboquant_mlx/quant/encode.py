@@ -90,14 +90,13 @@ def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
     squares = np.zeros(n, np.float64)
     for columns in chunks(job.width, math.lcm(spec.rotation_block, g), n):
         x = _load_columns(source, rows, columns)
-        if not np.isfinite(x).all():
-            raise job.not_finite()
-        x *= job.inverse_multiplier[columns, None]
         with np.errstate(over="ignore", invalid="ignore"):  # reported just below
-            groups = hadamard_columns(x, spec.rotation_block).reshape(-1, g, n)
-            scale, best = search_scales(groups, job.levels, spec.scale_layout)
-        if not np.isfinite(scale).all():
+            x *= job.inverse_multiplier[columns, None]
+            x = hadamard_columns(x, spec.rotation_block)
+        if not np.isfinite(x).all():  # whatever was not finite before the rotation is not so now
             raise job.not_finite()
+        groups = x.reshape(-1, g, n)
+        scale, best = search_scales(groups, job.levels, spec.scale_layout)
         job.scales[rows, columns.start // g : columns.stop // g] = scale[:, 0].T
         idx[:, columns] = best.reshape(-1, n).T
         if sketch:
@@ -115,22 +114,24 @@ def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
 
 
 def encode_mlx(job: Job, weight: mx.array, threads: int | None = None) -> None:
-    """The same as ``encode_numpy`` in MLX operations, in blocks of BLOCK_BYTES."""
+    """The same as ``encode_numpy`` in MLX operations, block by block.
+
+    About fifteen arrays of a block's size are alive at once, hence small blocks.
+    """
     spec, g, width, sketch = job.spec, job.spec.group_size, job.width, job.sketch
     inverse, levels = mx.array(job.inverse_multiplier), mx.array(job.levels)
-    step = block_rows(width)
+    step = max(1, block_rows(width) // 4)
     for start in range(0, weight.shape[0], step):
         rows = slice(start, min(start + step, weight.shape[0]))
         n = rows.stop - rows.start
-        x = weight[rows].astype(mx.float32)
-        finite = mx.isfinite(x).all()
-        groups = rotate(x, spec.rotation_block, inverse).reshape(-1, g, 1)
-        scale, idx = search_scales(groups, job.levels, spec.scale_layout)
-        finite = finite & mx.isfinite(scale).all()
-        scales, codes = scale.reshape(n, width // g), job.pack(idx.reshape(n, width))
-        mx.eval(finite, scales, codes)
-        if not finite.item():
+        x = rotate(weight[rows].astype(mx.float32), spec.rotation_block, inverse)
+        # Checked before the search, which would turn a NaN into an index outside its table.
+        if not mx.isfinite(x).all().item():
             raise job.not_finite()
+        groups = x.reshape(-1, g, 1)
+        scale, idx = search_scales(groups, job.levels, spec.scale_layout)
+        scales, codes = scale.reshape(n, width // g), job.pack(idx.reshape(n, width))
+        mx.eval(scales, codes)
         job.scales[rows] = np.array(scales, copy=False)
         job.codes[rows] = np.array(codes, copy=False)
         if sketch:

@@ -35,7 +35,7 @@ Array = Any  # np.ndarray or mx.array
 LOG8_STEPS = 16  # steps per octave
 LOG8_ONE = 240  # the code of scale 1.0; code 0 is an exact zero
 
-# Groups whose largest weight is smaller than this decode to zeros: its reciprocal overflows.
+# Groups whose largest weight is smaller than this decode to zeros.
 _TINY = 1e-30
 
 # Up to this many levels, comparing with every border is faster than looking the cell up.
@@ -62,8 +62,10 @@ class _Table:
         below: uint8 [cells], index of the level below the cell's border.
         border: float32 [cells], the border inside the cell, inf where there is none.
         bin_step, bins: histogram bins per root mean square, and how many there are.
-        ladder: [bins, 2 * starts]: for a weight in this bin, the mean of |z| q and of q q, where q
-            is the level of |z| at each starting scale (float64 for NumPy, float32 for MLX).
+        starts: number of starting scales.
+        ladder: float64 [bins, 2 * starts]: for a weight in this bin, the mean of |z| q and of q q,
+            where q is the level of |z| at each starting scale. For MLX as two float32 parts of
+            11 significant bits, [bins, 4 * starts], because a GPU may multiply in TF32.
     """
 
     levels: Array
@@ -75,6 +77,7 @@ class _Table:
     border: Array
     bin_step: float
     bins: int
+    starts: int
     ladder: Array
 
 
@@ -117,7 +120,9 @@ def _table(levels_bytes: bytes, group_size: int, use_mlx: bool) -> _Table:
     if use_mlx:
         import mlx.core as mx
 
-        convert, ladder = mx.array, ladder.astype(np.float32)
+        convert = mx.array
+        high = ladder.astype(np.float16).astype(np.float64)
+        ladder = np.concatenate([high, ladder - high], axis=1).astype(np.float32)
     return _Table(
         levels=convert(levels),
         borders=tuple(float(b) for b in boundaries(levels)),
@@ -128,6 +133,7 @@ def _table(levels_bytes: bytes, group_size: int, use_mlx: bool) -> _Table:
         border=convert(border.astype(np.float32)),
         bin_step=bin_step,
         bins=bins,
+        starts=len(starts),
         ladder=convert(ladder),
     )
 
@@ -187,31 +193,37 @@ def _best_start(xp: Any, t: _Table, y: Array) -> Array:
     n, g, r = y.shape
     rms = xp.sqrt(_sum(y * y) * (1.0 / g))
     position = y * (_reciprocal(xp, rms) * t.bin_step)
-    bins = _floor_index(xp, position, t.bins)
-    if xp is np:
-        sums = _ladder_sums_numpy(t, bins)
-    else:
-        sums = xp.stack([_sum(xp.take(column, bins)) for column in t.ladder.T])
-    yq, qq = sums.reshape(2, -1, n, 1, r)
+    counts = _histograms(xp, _floor_index(xp, position, t.bins), t)
+    sums = (counts @ t.ladder).reshape(-1, t.ladder.shape[1])[: n * r]
+    half = t.starts
+    yq, qq = sums[:, :half], sums[:, half : 2 * half]
+    if xp is not np:
+        yq, qq = yq + sums[:, 2 * half : 3 * half], qq + sums[:, 3 * half :]
     # All weights in the last bin have the outermost level, so what lies beyond it adds exactly.
-    beyond = xp.maximum(position - (t.bins - 0.5), 0.0)
-    yq = yq + _sum(beyond) * (float(t.levels[-1]) / t.bin_step)
+    beyond = _sum(xp.maximum(position - (t.bins - 0.5), 0.0)).reshape(n * r, 1)
+    yq = yq + beyond * (float(t.levels[-1]) / t.bin_step)
     fit = yq * _reciprocal(xp, qq)
-    winner = xp.argmax(yq * fit, axis=0)[None]
-    return xp.take_along_axis(fit, winner, axis=0)[0].astype(xp.float32) * rms
+    winner = xp.argmax(yq * fit, axis=1)[:, None]
+    fit = xp.take_along_axis(fit, winner, axis=1).astype(xp.float32)
+    return fit.reshape(n, 1, r) * rms
 
 
-def _ladder_sums_numpy(t: _Table, bins: np.ndarray) -> np.ndarray:
-    """float64 [2 * starts, n * r]: sums of |z| q and q q of every group at every start."""
+def _histograms(xp: Any, bins: Array, t: _Table) -> Array:
+    """How many weights of a group lie in each bin: [..., bins], n * r groups or a few more.
+
+    The NumPy result, float64, has several matrices of so many groups that their product with the
+    ladder is small.
+    """
     n, _, r = bins.shape
-    groups = n * r
+    first = xp.arange(n)[:, None, None] * (r * t.bins) + xp.arange(r) * t.bins
+    index = (bins + first).reshape(-1)
+    if xp is not np:
+        counts = xp.zeros((n * r * t.bins,), dtype=xp.float32).at[index].add(1.0)
+        return counts.reshape(n * r, t.bins)
     rows = max(1, _PRODUCT_SIZE // t.ladder.size)
-    padded = -(-groups // rows) * rows
-    first = (np.arange(n)[:, None, None] * r + np.arange(r)) * t.bins
-    counts = np.bincount((bins + first).reshape(-1), minlength=padded * t.bins)
-    histograms = counts.astype(np.float64).reshape(-1, rows, t.bins)
-    sums = histograms @ t.ladder
-    return sums.reshape(padded, -1)[:groups].T
+    padded = -(-n * r // rows) * rows
+    counts = np.bincount(index, minlength=padded * t.bins)
+    return counts.astype(np.float64).reshape(-1, rows, t.bins)
 
 
 def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Array]:
@@ -228,10 +240,9 @@ def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Arr
     """
     xp = array_module(x)
     t = _table(levels.tobytes(), x.shape[1], xp is not np)
-    y = xp.abs(x)
-    largest = y.max(axis=1, keepdims=True)
-    largest = xp.where(largest >= _TINY, largest, xp.zeros_like(largest))
-    scale = _best_start(xp, t, y * _reciprocal(xp, largest)) * largest
+    unit, inverse = _power_of_two(xp, xp.abs(x).max(axis=1, keepdims=True))
+    x = x * inverse  # exact; now no square can leave the range of float32
+    scale = _best_start(xp, t, xp.abs(x))
     scale = _refit(xp, t, x, _nearest(xp, t, x, scale))
 
     best_scale, *others = _stored_candidates(xp, scale, layout)
@@ -245,7 +256,16 @@ def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Arr
         best_idx = xp.where(better, idx, best_idx)
         best_scale = xp.where(better, other, best_scale)
         best_error = xp.minimum(error, best_error)
-    return best_scale, best_idx
+    return best_scale * unit, best_idx
+
+
+def _power_of_two(xp: Any, largest: Array) -> tuple[Array, Array]:
+    """The power of two next below each value and its inverse; both 0 for values under _TINY."""
+    exponent = largest.view(xp.uint32) >> xp.array(23, dtype=xp.uint32)
+    keep = largest >= _TINY
+    inverse = (xp.array(254, dtype=xp.uint32) - exponent) << xp.array(23, dtype=xp.uint32)
+    unit = exponent << xp.array(23, dtype=xp.uint32)
+    return unit.view(xp.float32) * keep, inverse.view(xp.float32) * keep
 
 
 def _stored_candidates(xp: Any, scale: Array, layout: str) -> list[Array]:
