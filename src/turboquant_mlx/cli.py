@@ -71,3 +71,17 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         # Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        hint = "fewer bits or a shorter prompt need less"
+        print_error(TurboQuantError("out of memory", hint))
+        return EXIT_ERROR
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # MLX has no exception of its own for this, and each of its back-ends words it differently
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("unable to allocate", "insufficient memory", "out of memory")
+    )
