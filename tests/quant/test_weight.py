@@ -27,9 +27,9 @@ def weight(*shape: int, seed: int = 0, size: float = 0.02) -> mx.array:
 
 
 def relative_error(made: PackedWeight, w: mx.array, **options) -> float:
-    w = w.astype(mx.float32)
-    d = dequantize_weight(made, **options) - w
-    return ((d * d).sum() / (w * w).sum()).item()
+    exact = np.array(w.astype(mx.float32)).astype(np.float64)
+    d = np.array(dequantize_weight(made, **options)) - exact
+    return float((d * d).sum() / (exact * exact).sum())
 
 
 def contents(made: PackedWeight) -> dict[str, bytes]:
@@ -321,10 +321,15 @@ def test_values_that_are_not_finite_are_named(backend, bad):
         )
 
 
-def test_sums_beyond_float32_are_reported():
-    w = mx.full((4, WIDTH), 3e38)
-    with pytest.raises(QuantizationError, match="not finite"):
-        quantize_weight(w, QuantSpec(bits=3, rotation_block=192), multiplier=np.ones(WIDTH))
+@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+def test_absurdly_large_values_are_reported(backend):
+    for spec in (QuantSpec(bits=3, rotation_block=192), QuantSpec(bits=3)):
+        for w in (mx.full((4, WIDTH), 3e38), mx.full((4, WIDTH), -1e31)):
+            with pytest.raises(QuantizationError, match="exceed 1e30"):
+                quantize_weight(w, spec, multiplier=np.ones(WIDTH), backend=backend)
+    w = weight(4, WIDTH, size=1e27)
+    made = quantize_weight(w, QuantSpec(bits=3, rotation_block=192), backend=backend)
+    assert relative_error(made, w) < 0.03
 
 
 @pytest.mark.parametrize(

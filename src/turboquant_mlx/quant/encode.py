@@ -19,6 +19,7 @@ from .spec import QuantSpec
 from .threads import for_each
 
 TASK_ROWS = 128  # rows of one piece of work: long enough to vectorise over
+LARGEST = 1e30  # in the stored domain: squares, scales and tables stay far from overflow
 CHUNK_VALUES = 1 << 17  # weights that one thread holds in float32 at a time
 
 
@@ -48,8 +49,8 @@ class Job:
         """Pack indices, NumPy or MLX."""
         return pack_trits(idx) if self.spec.code == "ternary" else pack_codes(idx, self.spec.bits)
 
-    def not_finite(self) -> QuantizationError:
-        return QuantizationError(f"{self.name} has values that are not finite")
+    def bad_values(self) -> QuantizationError:
+        return QuantizationError(f"{self.name} has values that are not finite or exceed 1e30")
 
 
 # ------------------------------------------------------------------------- NumPy on CPU threads
@@ -93,8 +94,9 @@ def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # reported just below
             x *= job.inverse_multiplier[columns, None]
             x = hadamard_columns(x, spec.rotation_block)
-        if not np.isfinite(x).all():  # whatever was not finite before the rotation is not so now
-            raise job.not_finite()
+        # What was not finite before the rotation is not so now.
+        if not (np.abs(x) < LARGEST).all():
+            raise job.bad_values()
         groups = x.reshape(-1, g, n)
         scale, best = search_scales(groups, job.levels, spec.scale_layout)
         job.scales[rows, columns.start // g : columns.stop // g] = scale[:, 0].T
@@ -126,8 +128,8 @@ def encode_mlx(job: Job, weight: mx.array, threads: int | None = None) -> None:
         n = rows.stop - rows.start
         x = rotate(weight[rows].astype(mx.float32), spec.rotation_block, inverse)
         # Checked before the search, which would turn a NaN into an index outside its table.
-        if not mx.isfinite(x).all().item():
-            raise job.not_finite()
+        if not (mx.abs(x) < LARGEST).all().item():
+            raise job.bad_values()
         groups = x.reshape(-1, g, 1)
         scale, idx = search_scales(groups, job.levels, spec.scale_layout)
         scales, codes = scale.reshape(n, width // g), job.pack(idx.reshape(n, width))

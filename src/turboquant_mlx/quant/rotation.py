@@ -172,8 +172,13 @@ def _transform(x: Any, block: int, inverse: bool) -> Any:
     y = x.reshape(*shape[:-1], shape[-1] // block, outer, inner)
     if inner > 1:
         y = mx.hadamard_transform(y)
-    base = _base_matrix(m, power // inner) * np.float32(1.0 / math.sqrt(outer))
-    return (mx.array(base.T if inverse else base) @ y).reshape(shape)
+    base = _base_matrix(m, power // inner)
+    matrix = mx.array(base.T if inverse else base)
+    # CUDA multiplies float32 in TF32 (11 significant bits): the +-1 are exact in it, and so are
+    # the leading bits of y; the rest goes separately.
+    high = (y.view(mx.uint32) & 0xFFFFE000).view(mx.float32)
+    y = (matrix @ high + matrix @ (y - high)) * (1.0 / math.sqrt(outer))
+    return y.reshape(shape)
 
 
 def rotate(x: Any, block: int, multiplier: Any = None) -> Any:

@@ -262,6 +262,7 @@ def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Arr
 def _power_of_two(xp: Any, largest: Array) -> tuple[Array, Array]:
     """The power of two next below each value and its inverse; both 0 for values under _TINY."""
     exponent = largest.view(xp.uint32) >> xp.array(23, dtype=xp.uint32)
+    exponent = xp.minimum(exponent, xp.array(253, dtype=xp.uint32))  # or the inverse underflows
     keep = largest >= _TINY
     inverse = (xp.array(254, dtype=xp.uint32) - exponent) << xp.array(23, dtype=xp.uint32)
     unit = exponent << xp.array(23, dtype=xp.uint32)

@@ -74,7 +74,7 @@ def quantize_weight(
 
     Raises:
         QuantizationError: a shape, dtype, width, rotation block or multiplier that does not fit,
-            or values that are not finite.
+            or values that are not finite or exceed 1e30.
     """
     name = label if name is None else name
     _check(weight, spec, name)
