@@ -8,9 +8,12 @@ folder carries is never run for our own format; the model file in it serves stoc
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from ..layers.cpu import CpuExpand
 from . import predecessor
 from .build import Transform, adopt
 from .config import normalize_config
+from .model_class import model_classes
 from .schema import MANIFEST_KEY, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
 
@@ -56,8 +60,8 @@ def load(
         tokenizer_config: extra arguments for the tokenizer.
         lazy: leave the weights on disk until they are used.
         revision: branch, tag or commit of a hub repository.
-        trust_remote_code: let code of the model run (tokenizer code, a ``model_file``). Folders in
-            our format need it for neither.
+        trust_remote_code: let code of the model run (tokenizer code, a ``model_file``; in our
+            format the model file that the source brought along, if any).
         cpu_expand: on the CPU, whether decoded weights are kept ("auto", "always", "never").
         return_config: also return the config.
 
@@ -125,7 +129,7 @@ def load_model(
     Args:
         path: the folder.
         lazy: leave the weights on disk until they are used.
-        trust_remote_code: let a source model's ``model_file`` run.
+        trust_remote_code: let the source model's own ``model_file`` run.
         cpu_expand: see ``load``.
 
     Returns:
@@ -143,7 +147,8 @@ def load_model(
         get_classes: Callable = mlx_lm_utils._get_classes
     else:
         config = {**config, **dict.fromkeys(_TURBOQUANT_KEYS)}
-        get_classes = partial(_classes, manifest, transform, cpu_expand)
+        find_classes = partial(model_classes, folder.path, trust_remote_code=trust_remote_code)
+        get_classes = partial(_classes, find_classes, manifest, transform, cpu_expand)
     model, loaded = call_mlx_lm(
         folder,
         model_config=config,
@@ -206,8 +211,14 @@ def _width_in_model(folder: Folder, path: str) -> int | None:
     return None if weight is None else weight.shape[-1]
 
 
-def _classes(manifest: Manifest, transform: Transform | None, cpu_expand: CpuExpand, config: dict):
-    model_class, args_class = mlx_lm_utils._get_classes(config)
+def _classes(
+    find_classes: Callable,
+    manifest: Manifest,
+    transform: Transform | None,
+    cpu_expand: CpuExpand,
+    config: dict,
+):
+    model_class, args_class = find_classes(config)
 
     def build(args: Any) -> nn.Module:
         return adopt(model_class(args), manifest, transform=transform, cpu_expand=cpu_expand)
@@ -223,11 +234,27 @@ def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, An
         CheckpointError: anything else that is wrong with the folder.
     """
     try:
-        return mlx_lm_utils.load_model(folder.path, lazy=True, strict=True, **options)
+        with _plain_name(folder.path) as path:
+            return mlx_lm_utils.load_model(path, lazy=True, strict=True, **options)
     except TurboQuantError:
         raise
     except Exception as error:  # mlx-lm's model classes raise whatever their code does
         raise _named_error(folder, error) from error
+
+
+@contextmanager
+def _plain_name(path: Path) -> Iterator[Path]:
+    """The folder under a name without the characters that mlx-lm would take for a pattern.
+
+    Weights that are still lazy stay readable afterwards: their files are open.
+    """
+    if not glob.has_magic(str(path)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="turboquant-") as place:
+        link = Path(place) / "model"
+        link.symlink_to(path.resolve())
+        yield link
 
 
 def _named_error(folder: Folder, error: Exception) -> TurboQuantError:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from ..errors import CheckpointError
 from .build import adopt
+from .model_class import model_classes
 from .schema import Manifest
 
 MODEL_FILE_TEXT = '''\
@@ -25,10 +26,10 @@ MODEL_FILE_TEXT = '''\
 Needs the package that made it: pip install turboquant-mlx-kit
 """
 
-from turboquant_mlx.checkpoint.stock import StockArgs, StockModule
+from turboquant_mlx.checkpoint.stock import StockModule
 
 _module = StockModule(__file__)
-ModelArgs = StockArgs
+ModelArgs = _module.args
 Model = _module.build
 
 
@@ -48,7 +49,7 @@ def add_stock_keys(config: dict[str, Any]) -> None:
     """
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and "rope_theta" in part:
-            key = _VLM_BASE_KEYS.get(part.get("model_type", config.get("model_type")))
+            key = _VLM_BASE_KEYS.get(str(part.get("model_type", config.get("model_type"))))
             if key is not None:
                 part[key] = part["rope_theta"]
 
@@ -60,13 +61,18 @@ class StockArgs:
         self.model_class = model_class
         self.args = args
 
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> StockArgs:
-        """Build the arguments from config.json (it was normalised when it was written)."""
-        from mlx_lm.utils import _get_classes
 
-        model_class, args_class = _get_classes(config)
-        return cls(model_class, args_class.from_dict(config))
+class StockArgsFactory:
+    """Makes ``StockArgs`` for one folder; mlx-lm takes it for the class of the arguments."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def from_dict(self, config: dict[str, Any]) -> StockArgs:
+        """Build the arguments from config.json (it was normalised when it was written)."""
+        # without trust, mlx-lm would not have run the file that brought us here
+        model_class, args_class = model_classes(self.folder, config, trust_remote_code=True)
+        return StockArgs(model_class, args_class.from_dict(config))
 
 
 class StockModule:
@@ -81,6 +87,7 @@ class StockModule:
 
     def __init__(self, model_file: str):
         folder = Path(model_file).parent
+        self.args = StockArgsFactory(folder)
         config = json.loads((folder / "config.json").read_text())
         self.manifest = Manifest.from_config(config)
         self.model_type = config["model_type"]

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from ..checkpoint.config import set_model_dtype
+from ..checkpoint.model_class import SOURCE_MODEL_FILE
 from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, expected_tensors
 from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter, check_target
@@ -346,6 +347,8 @@ class _Job:
         for modality in {"vision", "audio"} - {modality_of(path) for path in self.layout}:
             config.pop(f"{modality}_config", None)
         add_stock_keys(config)
+        if config.get("model_file") is not None:
+            config[SOURCE_MODEL_FILE] = config["model_file"]
         config.update(config_entries(self.manifest, self.options.bits, self.options.group_size))
         files.write_side_files(writer, self.source.folder, report, self.options)
         writer.commit(config, total_parameters=report.parameters)

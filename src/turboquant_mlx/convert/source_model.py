@@ -15,6 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from ..checkpoint.config import normalize_config
 from ..checkpoint.loader import KIMI_TYPES, call_mlx_lm, is_turboquant, load_tokenizer
+from ..checkpoint.model_class import is_model_file
 from ..checkpoint.source import Folder, has_tokenizer, inspect_folder, resolve
 from ..errors import CheckpointError, UnsupportedModelError
 from .recipe import ModuleInfo
@@ -91,6 +92,11 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
     config, notes = normalize_config(folder.config)
     is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
     load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
+    model_file = config.get("model_file")
+    if model_file is not None and not is_model_file(model_file):
+        raise UnsupportedModelError(
+            f"{path}: model_file {model_file!r} is not a Python file in the folder itself"
+        )
     precision = _source_precision(config)
     model, loaded = _build(folder, config, precision, trust_remote_code)
     # some exporters describe their quantization in a file of its own, which mlx-lm reads
