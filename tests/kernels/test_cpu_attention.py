@@ -12,6 +12,13 @@ from turboquant_mlx.kernels.dispatch import force_backend
 TOLERANCE = 2e-5
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu():
+    """Also where a GPU is the default device."""
+    with force_backend("cpu"):
+        yield
+
+
 def arrays(batch=2, heads=6, kv_heads=2, length=5, context=11, width=16, seed=0):
     rng = np.random.default_rng(seed)
 
