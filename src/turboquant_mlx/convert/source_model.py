@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from ..checkpoint.config import normalize_config
+from ..checkpoint.config import normalize_config, read_json_object
 from ..checkpoint.loader import KIMI_TYPES, call_mlx_lm, is_turboquant, load_tokenizer
 from ..checkpoint.model_class import is_model_file
 from ..checkpoint.source import Folder, has_tokenizer, inspect_folder, resolve
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from .recipe import ModuleInfo
 
 SAFETENSORS_DTYPES = {
@@ -90,6 +90,7 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
             f"{path} has no tokenizer", hint="copy the tokenizer's files into it first"
         )
     config, notes = normalize_config(folder.config)
+    _describe_modelopt(path, config)
     is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
     load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
     model_file = config.get("model_file")
@@ -99,8 +100,6 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
         )
     precision = _source_precision(config)
     model, loaded = _build(folder, config, precision, trust_remote_code)
-    # some exporters describe their quantization in a file of its own, which mlx-lm reads
-    precision = precision or _source_precision(loaded)
     if precision is not None:
         notes = [*notes, f"the source is quantized ({precision}); its weights are expanded first"]
         _dequantize(folder, model)
@@ -108,6 +107,13 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
     for key in ("quantization", "quantization_config", "_name_or_path"):
         loaded.pop(key, None)
     return SourceModel(folder, loaded, model, precision, notes)
+
+
+def _describe_modelopt(path: Path, config: dict[str, Any]) -> None:
+    """NVIDIA's exporter describes its quantization in a file of its own; move it to ``config``."""
+    file = path / "hf_quant_config.json"
+    if file.is_file() and _source_precision(config) is None:
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(file)}
 
 
 def _source_precision(config: dict[str, Any]) -> str | None:
@@ -128,12 +134,12 @@ def _build(
             get_model_classes=mlx_lm_utils._get_classes,
             trust_remote_code=trust_remote_code,
         )
-    except CheckpointError as error:
-        if precision is None:
-            raise
+    except TurboQuantError as error:
+        if precision is None or error.hint is not None:
+            raise  # nothing to do with how the weights are stored
         raise UnsupportedModelError(
             f"{folder.path} is quantized ({precision}) in a way that mlx-lm cannot expand: "
-            f"{error.message}",
+            + error.message.removeprefix(f"{folder.path}: "),
             hint="convert the 16-bit model that it was made from",
         ) from error
 
