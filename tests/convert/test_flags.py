@@ -194,7 +194,8 @@ def test_trust_remote_code_lets_tokenizer_code_run(
     source = with_tokenizer_code(tmp_path / "source", "llama")
     refused = convert(source, tmp_path / "out")
     assert refused.code == 2
-    assert refused.messages[-1].endswith("--trust-remote-code allows that")
+    assert refused.messages[-2].endswith("needs code of its own to run")
+    assert refused.messages[-1].startswith("hint: --trust-remote-code allows that")
     assert not code_ran()
 
     trusted = convert(source, tmp_path / "out", "--trust-remote-code")

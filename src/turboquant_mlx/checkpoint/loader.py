@@ -109,11 +109,15 @@ def load_tokenizer(
     except TurboQuantError:
         raise
     except Exception as error:  # the library raises whatever its parsers do
-        hint = None
         if "trust_remote_code" in str(error):
-            hint = "its tokenizer runs code of its own: --trust-remote-code allows that"
+            raise CheckpointError(
+                f"the tokenizer of {path} needs code of its own to run",
+                hint="--trust-remote-code allows that; do so only if you trust where it came from",
+            ) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        shown = reason if len(reason) <= 200 else reason[:200] + " ..."
         raise CheckpointError(
-            f"the tokenizer of {path} cannot be read: {_first_line(error)}", hint=hint
+            f"the tokenizer of {path} cannot be read: {shown.rstrip('.')}"
         ) from error
 
 
@@ -139,7 +143,7 @@ def load_model(
         ModelNotFoundError, UnsupportedModelError, CheckpointError: each names what is wrong.
     """
     folder = inspect_folder(path)
-    config, _ = normalize_config(folder.config)
+    config, _ = normalized_config(folder)
     # mlx-lm takes the end tokens of generation_config.json where there are any
     config.pop("eos_token_id", None)
     manifest, transform = read_manifest(folder)
@@ -161,6 +165,18 @@ def load_model(
     if not lazy:
         mx.eval(model.parameters())
     return model, loaded
+
+
+def normalized_config(folder: Folder) -> tuple[dict[str, Any], list[str]]:
+    """``config.normalize_config`` of a folder, its errors naming the folder.
+
+    Raises:
+        CheckpointError: the config contradicts itself, or is not what it should be.
+    """
+    try:
+        return normalize_config(folder.config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
 
 
 def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
@@ -260,7 +276,8 @@ def _plain_name(path: Path) -> Iterator[Path]:
 def _named_error(folder: Folder, error: Exception) -> TurboQuantError:
     text = _first_line(error)
     path, model_type = folder.path, folder.model_type
-    if isinstance(error, ValueError) and "not supported" in text and "Model type" in text:
+    is_no_model = isinstance(error, AttributeError) and text.endswith("no attribute 'Model'")
+    if is_no_model or (isinstance(error, ValueError) and re.match("Model type .* not supp", text)):
         return UnsupportedModelError(
             f"model type {model_type!r} is not supported by the installed mlx-lm",
             hint="a newer release of mlx-lm may have it",
@@ -270,7 +287,8 @@ def _named_error(folder: Folder, error: Exception) -> TurboQuantError:
             f"{path} needs code of its own ({folder.config.get('model_file')}) to be built",
             hint="--trust-remote-code runs it; do so only if you trust where it came from",
         )
-    if isinstance(error, TypeError) and (missing := re.findall(r"'(\w+)'", text)):
+    if isinstance(error, TypeError) and "missing" in text:
+        missing = re.findall(r"'(\w+)'", text)
         return CheckpointError(f"{path}: config.json lacks {', '.join(missing)}")
     if isinstance(error, KeyError):
         return CheckpointError(f"{path}: {text} is missing (config key or tensor)")
@@ -282,6 +300,10 @@ def _named_error(folder: Folder, error: Exception) -> TurboQuantError:
         return CheckpointError(f"{path}: tensors {kind}: {shown}")
     if isinstance(error, ValueError) and "quant" in text.lower():
         return UnsupportedModelError(f"{path}: {text}")
+    if isinstance(error, (TypeError, ArithmeticError, AssertionError)):
+        return CheckpointError(
+            f"{path}: config.json does not describe a model of type {model_type!r} ({text})"
+        )
     return CheckpointError(f"{path}: {text}")
 
 
