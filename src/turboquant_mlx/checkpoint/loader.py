@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 
-from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
+from ..errors import CheckpointError, TurboQuantError
 from ..kernels.dispatch import backend
 from ..layers import cpu
 from ..layers.cpu import CpuExpand
@@ -31,6 +30,7 @@ from . import predecessor
 from .build import Transform, adopt
 from .config import normalize_config
 from .model_class import model_classes
+from .named_error import named_error
 from .schema import MANIFEST_KEY, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
 
@@ -255,7 +255,7 @@ def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, An
     except TurboQuantError:
         raise
     except Exception as error:  # mlx-lm's model classes raise whatever their code does
-        raise _named_error(folder, error) from error
+        raise named_error(folder, error) from error
 
 
 @contextmanager
@@ -271,45 +271,6 @@ def _plain_name(path: Path) -> Iterator[Path]:
         link = Path(place) / "model"
         link.symlink_to(path.resolve())
         yield link
-
-
-def _named_error(folder: Folder, error: Exception) -> TurboQuantError:
-    text = _first_line(error)
-    path, model_type = folder.path, folder.model_type
-    is_no_model = isinstance(error, AttributeError) and text.endswith("no attribute 'Model'")
-    if is_no_model or (isinstance(error, ValueError) and re.match("Model type .* not supp", text)):
-        return UnsupportedModelError(
-            f"model type {model_type!r} is not supported by the installed mlx-lm",
-            hint="a newer release of mlx-lm may have it",
-        )
-    if isinstance(error, ValueError) and "custom module" in text:
-        return UnsupportedModelError(
-            f"{path} needs code of its own ({folder.config.get('model_file')}) to be built",
-            hint="--trust-remote-code runs it; do so only if you trust where it came from",
-        )
-    if isinstance(error, TypeError) and "missing" in text:
-        missing = re.findall(r"'(\w+)'", text)
-        return CheckpointError(f"{path}: config.json lacks {', '.join(missing)}")
-    if isinstance(error, KeyError):
-        return CheckpointError(f"{path}: {text} is missing (config key or tensor)")
-    lines = [line.strip(" .,") for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, ValueError) and lines and re.match(r"(Missing|Received) \d+", lines[0]):
-        names = ", ".join(lines[1:])
-        shown = names if len(names) <= 300 else names[:300] + " ..."
-        kind = "are missing" if lines[0].startswith("Missing") else "fit nothing in the model"
-        return CheckpointError(f"{path}: tensors {kind}: {shown}")
-    if isinstance(error, ValueError) and "quant" in text.lower():
-        return UnsupportedModelError(f"{path}: {text}")
-    if isinstance(error, (TypeError, ArithmeticError, AssertionError)):
-        return CheckpointError(
-            f"{path}: config.json does not describe a model of type {model_type!r} ({text})"
-        )
-    return CheckpointError(f"{path}: {text}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def is_turboquant(config: dict[str, Any]) -> bool:

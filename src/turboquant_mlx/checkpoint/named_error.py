@@ -1,0 +1,76 @@
+"""What users are told when mlx-lm cannot make a model of a folder.
+
+mlx-lm and its model classes raise whatever their code runs into. The text of each exception is
+turned into one line that names the folder and, where it can be known, the key or tensor at fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
+from .headers import TensorInfo
+from .source import Folder
+
+_MAX_NAMES = 300  # characters
+_SHAPES_CLASH = re.compile(r"\[(stack|concatenate|reshape|split)\]|Array split")
+
+
+def named_error(folder: Folder, error: Exception) -> TurboQuantError:
+    """The error of ours for an exception that mlx-lm raised while it built or filled a model."""
+    text = _first_line(error)
+    path, model_type = folder.path, folder.model_type
+    is_no_model = isinstance(error, AttributeError) and text.endswith("no attribute 'Model'")
+    if is_no_model or (isinstance(error, ValueError) and re.match("Model type .* not supp", text)):
+        return UnsupportedModelError(
+            f"model type {model_type!r} is not supported by the installed mlx-lm",
+            hint="a newer release of mlx-lm may have it",
+        )
+    if isinstance(error, ValueError) and "custom module" in text:
+        return UnsupportedModelError(
+            f"{path} needs code of its own ({folder.config.get('model_file')}) to be built",
+            hint="--trust-remote-code runs it; do so only if you trust where it came from",
+        )
+    if isinstance(error, TypeError) and "missing" in text:
+        missing = re.findall(r"'(\w+)'", text)
+        return CheckpointError(f"{path}: config.json lacks {', '.join(missing)}")
+    if isinstance(error, KeyError):
+        return CheckpointError(f"{path}: {text} is missing (config key or tensor)")
+    lines = [line.strip(" .,") for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ValueError) and lines and re.match(r"(Missing|Received) \d+", lines[0]):
+        names = ", ".join(lines[1:])
+        shown = names if len(names) <= _MAX_NAMES else names[:_MAX_NAMES] + " ..."
+        kind = "are missing" if lines[0].startswith("Missing") else "fit nothing in the model"
+        return CheckpointError(f"{path}: tensors {kind}: {shown}")
+    if isinstance(error, ValueError) and "quant" in text.lower():
+        return UnsupportedModelError(f"{path}: {text}")
+    if _SHAPES_CLASH.match(text):
+        odd = odd_shapes(folder.tensors)
+        culprit = f"{odd[0]} is shaped unlike its kin" if len(odd) == 1 else text
+        return CheckpointError(f"{path}: shapes of tensors do not fit together: {culprit}")
+    if isinstance(error, (TypeError, ArithmeticError, AssertionError)):
+        return CheckpointError(
+            f"{path}: config.json does not describe a model of type {model_type!r} ({text})"
+        )
+    return CheckpointError(f"{path}: {text}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def odd_shapes(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors whose shape is not that of most others of their name, layer and expert aside."""
+    kin: dict[str, list[str]] = {}
+    for name in tensors:
+        kin.setdefault(re.sub(r"\.\d+\.", ".0.", name), []).append(name)
+    odd = []
+    for names in kin.values():
+        shapes = Counter(tuple(tensors[name].shape) for name in names)
+        usual, count = shapes.most_common(1)[0]
+        if 2 * count > len(names):
+            odd += [name for name in names if tuple(tensors[name].shape) != usual]
+    return odd
