@@ -30,7 +30,7 @@ from . import predecessor
 from .build import Transform, adopt
 from .config import normalize_config
 from .model_class import model_classes
-from .named_error import named_error
+from .named_error import named_error, named_read_errors
 from .schema import MANIFEST_KEY, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
 
@@ -163,7 +163,8 @@ def load_model(
         # stock layers are slow there, and 16-bit experts raise
         cpu.prepare(model, cpu_expand)
     if not lazy:
-        mx.eval(model.parameters())
+        with named_read_errors(folder.path):
+            mx.eval(model.parameters())
     return model, loaded
 
 

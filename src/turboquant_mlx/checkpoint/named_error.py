@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from .headers import TensorInfo
@@ -16,6 +18,24 @@ from .source import Folder
 
 _MAX_NAMES = 300  # characters
 _SHAPES_CLASH = re.compile(r"\[(stack|concatenate|reshape|split)\]|Array split")
+
+
+@contextmanager
+def named_read_errors(folder: Path) -> Iterator[None]:
+    """Turn a failure to read weights, which are lazy, into an error that names the folder.
+
+    Raises:
+        CheckpointError: a weight file is not what its header says any more.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("[read]"):
+            raise
+        raise CheckpointError(
+            f"{folder}: a weight file cannot be read to its end",
+            hint="it has changed since it was opened, or its disk is failing",
+        ) from error
 
 
 def named_error(folder: Folder, error: Exception) -> TurboQuantError:
