@@ -31,7 +31,7 @@ from .build import Transform, adopt
 from .config import normalize_config
 from .model_class import model_classes
 from .named_error import named_error, named_read_errors
-from .schema import MANIFEST_KEY, Manifest, has_manifest
+from .schema import MODEL_FILE, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
 
 logger = logging.getLogger("turboquant_mlx")
@@ -187,7 +187,7 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
     Raises:
         CheckpointError: the manifest and the files disagree.
     """
-    if has_manifest(folder.config):
+    if is_ours(folder.config):
         try:
             manifest = Manifest.from_config(folder.config)
             manifest.check_tensors(folder.tensors)
@@ -253,6 +253,10 @@ def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, An
     try:
         with _plain_name(folder.path) as path:
             return mlx_lm_utils.load_model(path, lazy=True, strict=True, **options)
+    except CheckpointError as error:
+        if str(folder.path) in error.message:
+            raise
+        raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
     except TurboQuantError:
         raise
     except Exception as error:  # mlx-lm's model classes raise whatever their code does
@@ -276,4 +280,9 @@ def _plain_name(path: Path) -> Iterator[Path]:
 
 def is_turboquant(config: dict[str, Any]) -> bool:
     """Whether a config.json belongs to a converted model, ours or the predecessor's."""
-    return MANIFEST_KEY in config or predecessor.is_predecessor(config)
+    return is_ours(config) or predecessor.is_predecessor(config)
+
+
+def is_ours(config: dict[str, Any]) -> bool:
+    """Whether a config.json is in our format; it may have lost its manifest."""
+    return has_manifest(config) or config.get("model_file") == MODEL_FILE
