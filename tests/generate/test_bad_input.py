@@ -1,0 +1,205 @@
+"""turboquant-generate on damaged folders: one line that names the damage, never an answer.
+
+A model that runs with one tensor missing answers nonsense, and nobody can see why. So everything
+that a folder promises is checked before the first weight is used.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import damage as d
+import tiny
+from turboquant_mlx.checkpoint.schema import MANIFEST_KEY
+from turboquant_mlx.checkpoint.source import inspect_folder
+from turboquant_mlx.convert.pipeline import convert
+
+ASK = ("--prompt", "why does ice float?", "--temp", "0", "--max-tokens", "2", "--min-tokens", "2")
+
+# q leads the rotation group of q, k and v
+Q = "model.layers.0.self_attn.q_proj"
+V = "model.layers.0.self_attn.v_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+EMBEDDING = "model.embed_tokens"
+
+
+def manifest(*path: str, to: object) -> d.Damage:
+    return d.set_key(MANIFEST_KEY, *path, to=to)
+
+
+def module(path: str, key: str, to: object) -> d.Damage:
+    return manifest("modules", path, key, to=to)
+
+
+# (what is wrong, the damage, words of the error)
+DAMAGED = [
+    # tensors
+    ("codes are missing", d.remove_tensor(f"{V}.codes"), [f"{V}.codes", "is missing"]),
+    ("scales are missing", d.remove_tensor(f"{V}.scales"), [f"{V}.scales", "is missing"]),
+    ("a table is missing", d.remove_tensor(f"{V}.table"), [f"{V}.table", "is missing"]),
+    ("signs are missing", d.remove_tensor(f"{Q}.multiplier"), [f"{Q}.multiplier", "is missing"]),
+    ("a sketch is missing", d.remove_tensor(f"{V}.qjl_codes"), [f"{V}.qjl_codes", "is missing"]),
+    ("norms are missing", d.remove_tensor(f"{V}.qjl_norms"), [f"{V}.qjl_norms", "is missing"]),
+    (
+        "signs of the sketch are missing",
+        d.remove_tensor(f"{Q}.qjl_multiplier"),
+        [f"{Q}.qjl_multiplier", "is missing"],
+    ),
+    (
+        "scales of the embedding are missing",
+        d.remove_tensor(f"{EMBEDDING}.scales"),
+        [f"{EMBEDDING}.scales", "is missing"],
+    ),
+    ("a norm is missing", d.remove_tensor("model.norm.weight"), ["missing", "model.norm.weight"]),
+    ("a bias is missing", d.remove_tensor(f"{V}.bias"), [f"{V}.bias", "is missing"]),
+    (
+        "a second multiplier in a group",
+        d.add_tensor(f"{V}.multiplier", like=f"{Q}.multiplier"),
+        [f"{V}.multiplier", "belongs to nothing"],
+    ),
+    (
+        "a weight beside its codes",
+        d.add_tensor(f"{V}.weight", like=f"{V}.codes"),
+        [f"{V}.weight", "belongs to nothing"],
+    ),
+    (
+        "a tensor of a module that is not there",
+        d.add_tensor("model.layers.7.mlp.up_proj.codes", like=f"{V}.codes"),
+        ["fit nothing in the model", "model.layers.7.mlp.up_proj.codes"],
+    ),
+    ("codes of another shape", d.drop_row(f"{V}.codes"), [f"{V}.codes", "[63, 12]", "[64, 12]"]),
+    ("codes of another width", d.drop_row(f"{V}.codes", axis=1), [f"{V}.codes", "[64, 11]"]),
+    ("scales of another shape", d.drop_row(f"{V}.scales", axis=1), [f"{V}.scales", "[64, 1]"]),
+    ("signs of another length", d.drop_row(f"{Q}.multiplier"), [f"{Q}.multiplier", "[127]"]),
+    ("a table of another length", d.drop_row(f"{V}.table"), [f"{V}.table", "[7]", "[8]"]),
+    ("a norm of another length", d.drop_row("model.norm.weight"), ["model.norm.weight"]),
+    (
+        "codes of another type",
+        d.change_header(f"{V}.codes", dtype="F32"),
+        [f"{V}.codes", "F32", "U32"],
+    ),
+    # manifest
+    ("9 bits", module(V, "bits", to=9), [V, "9"]),
+    ("5 bits where the files have 3", module(V, "bits", to=5), [V, "5"]),
+    ("bits in words", module(V, "bits", to="three"), [V, "bits"]),
+    ("another group size", module(V, "group_size", to=32), [f"{V}.scales", "[64, 4]"]),
+    ("a group size that does not divide", module(V, "group_size", to=48), [V, "48"]),
+    ("an unknown kind", module(V, "kind", to="spline"), [V, "spline"]),
+    ("an unknown code", module(V, "code", to="octal"), [V, "octal"]),
+    ("an unknown scale layout", module(V, "scale_layout", to="float12"), [V, "float12"]),
+    ("an unknown key", module(V, "colour", to="red"), [V, "colour"]),
+    ("a missing key", d.remove_key(MANIFEST_KEY, "modules", V, "shape"), [V, "shape"]),
+    ("another shape", module(V, "shape", to=[32, 128]), [V, "32"]),
+    ("a rotation that does not divide", module(Q, "rotation_block", to=96), [Q, "96"]),
+    ("another rotation than its group's", module(V, "rotation_block", to=64), [V, "64"]),
+    ("an absent group", module(V, "rotation_group", to="model.nothing"), [V, "model.nothing"]),
+    ("a group without a leader", module(V, "rotation_group", to=DOWN), [V, DOWN]),
+    ("another bias", module(V, "bias", to=False), [f"{V}.bias"]),
+    ("no sketch", module(V, "qjl", to=False), [V, "qjl"]),
+    ("a forgotten module", d.remove_key(MANIFEST_KEY, "modules", V), [V]),
+    (
+        "a module that the model does not have",
+        lambda folder: rename_module(folder, DOWN, "model.layers.1.mlp.out_proj"),
+        ["model.layers.1.mlp.out_proj"],
+    ),
+    ("a later format", manifest("format_version", to=2), ["format version 2", "up to 1"]),
+    ("a format in words", manifest("format_version", to="1"), ["format_version '1'"]),
+    ("no modules", d.remove_key(MANIFEST_KEY, "modules"), ["modules"]),
+    ("a manifest that is a list", d.set_key(MANIFEST_KEY, to=[]), [MANIFEST_KEY]),
+    ("no manifest", d.remove_key(MANIFEST_KEY), ["config.json has no 'turboquant' block"]),
+    # files
+    ("a missing shard", d.remove("model-00002-*"), ["model-00002-of-", "is missing"]),
+    ("a truncated shard", lambda folder: d.cut(second_shard(folder), -10)(folder), ["truncated"]),
+    ("an empty shard", lambda folder: d.replace(second_shard(folder), b"")(folder), ["truncated"]),
+    ("a stray weight file", d.replace("model-x.safetensors", b""), ["model-x.safetensors"]),
+    (
+        "an index out of the folder",
+        d.in_index(f"{V}.codes", "../x.safetensors"),
+        [f"{V}.codes", "../x.safetensors"],
+    ),
+    ("an index without a tensor", d.in_index(f"{V}.codes", None), [f"{V}.codes", "not in the"]),
+    ("no config", d.remove("config.json"), ["is not a model folder", "config.json"]),
+    ("half a config", d.cut("config.json", 500), ["config.json", "not valid JSON"]),
+    ("another model type", d.set_key("model_type", to="zzz"), ["'zzz' is not supported"]),
+    ("another number of layers", d.set_key("num_hidden_layers", to=1), ["layers.1."]),
+    ("another width", d.set_key("hidden_size", to=256), ["256"]),
+    ("no tokenizer", d.remove("tokenizer*"), ["has no tokenizer"]),
+    ("a broken tokenizer", d.replace("tokenizer.json", "{"), ["tokenizer", "cannot be read"]),
+    ("broken defaults", d.replace("generation_config.json", "{"), ["generation_config.json"]),
+]
+
+
+def second_shard(folder: Path) -> str:
+    return inspect_folder(folder).weight_files[1].name
+
+
+def rename_module(folder: Path, old: str, new: str) -> None:
+    """Call a module by another name everywhere in the folder."""
+
+    def renamed(names: dict) -> None:
+        for name in [name for name in names if name.rpartition(".")[0] == old]:
+            names[name.replace(old, new)] = names.pop(name)
+
+    for file in folder.glob("*.safetensors"):
+        d.change_tensors(file, renamed)
+    d.change_json(d.INDEX, lambda index: renamed(index["weight_map"]))(folder)
+
+    def change(config: dict) -> None:
+        modules = config[MANIFEST_KEY]["modules"]
+        modules[new] = {**modules.pop(old), "rotation_group": new}
+
+    d.change_json("config.json", change)(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model with everything that the format knows, in several shards."""
+    place = tmp_path_factory.mktemp("converted")
+    tiny.build_source(place / "source", "qwen2")
+    options = {"use_qjl": True, "quantize_extras": True}
+    convert(place / "source", place / "whole", max_shard_bytes=60_000, **options)
+    assert len(inspect_folder(place / "whole").weight_files) > 2
+    return place / "whole"
+
+
+def test_the_whole_folder_answers(run, whole):
+    result = run("--model", str(whole), *ASK)
+    assert result.code == 0
+    assert "generated: 2 tokens" in result.err
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [case[1:] for case in DAMAGED], ids=[case[0] for case in DAMAGED]
+)
+def test_a_damaged_folder(run, whole, tmp_path, damage, says):
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    damage(folder)
+    result = run("--model", str(folder), *ASK)
+    assert (result.code, result.out) == (2, "")
+    error, *hint = [line for line in result.err.splitlines() if not line.startswith("note: ")]
+    assert error.startswith("error: ")
+    assert str(folder) in error or "model type" in error
+    for words in says:
+        assert words in error
+    assert not error.endswith(".") or error.endswith(" ...")
+    assert len(hint) <= 1
+    assert all(line.startswith("hint: ") for line in hint)
+
+
+def test_a_damaged_folder_in_a_real_process(whole, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    d.remove_tensor(f"{V}.scales")(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "turboquant_mlx.generate", "--model", str(folder), *ASK],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {folder}: tensor {V}.scales is missing\n"
