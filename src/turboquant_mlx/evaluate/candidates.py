@@ -29,7 +29,7 @@ from ..layers import cpu
 from .options import AFFINE_GROUP_SIZE, EvaluateOptions, parse_variant
 from .sizes import Size, model_bytes, size_of_folder, size_of_model
 
-Method = Literal["affine", "mxfp4", "nvfp4", "turboquant", "folder"]
+Method = Literal["source", "noise floor", "affine", "mxfp4", "nvfp4", "turboquant", "folder"]
 Say = Callable[[str, str], None]
 
 # MLX's floating-point formats have one width and one group size each.

@@ -62,3 +62,8 @@ def forward_of(model: nn.Module) -> Forward:
         return np.array(logits, copy=False)
 
     return forward
+
+
+def device_name() -> str:
+    """ "cpu" or "gpu"."""
+    return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
