@@ -31,28 +31,33 @@ line that begins with `error:`, sometimes with a `hint:` line below it.
 
 
 def commands() -> dict[str, str]:
-    """Command name -> entry point, from pyproject.toml."""
+    """Module that is run with ``python -m`` -> name of the command: its console script if it has
+    one, else how it is run."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["project"]["scripts"]
+    scripts = tomllib.loads(text)["project"]["scripts"]
+    names = {entry.partition(".command:")[0]: name for name, entry in scripts.items()}
+    for main_file in sorted((ROOT / "src").glob("*/**/__main__.py")):
+        module = ".".join(main_file.parent.relative_to(ROOT / "src").parts)
+        names.setdefault(module, f"python -m {module}")
+    return names
 
 
-def help_of(entry: str) -> str:
-    """What the console script of this entry point prints for --help."""
-    module, _, function = entry.partition(":")
-    program = f"import sys; from {module} import {function} as f; sys.exit(f(['--help']))"
+def help_of(module: str) -> str:
+    """What the command prints for --help."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"COLUMNS": str(COLUMNS), "PYTHONPATH": path, "NO_COLOR": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: {entry} --help failed: {done.stderr.strip()}")
+        sys.exit(f"error: {module} --help failed: {done.stderr.strip()}")
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
 def page() -> str:
     parts = [HEAD]
-    for name, entry in commands().items():
-        module = entry.partition(":")[0].removesuffix(".command")
-        parts.append(f"## {name}\n\nAlso `python -m {module}`.\n\n```text\n{help_of(entry)}\n```\n")
+    for module, name in commands().items():
+        also = "" if module in name else f"Also `python -m {module}`.\n\n"
+        parts.append(f"## {name}\n\n{also}```text\n{help_of(module)}\n```\n")
     return "\n".join(parts)
 
 

@@ -52,7 +52,7 @@ fi
 
 if [ ! -e "$converted/config.json" ]; then
     echo "== converting it to 3 bits" >&2
-    "$environment/bin/turboquant-convert" --hf-path "$model" --mlx-path "$converted" --bits 3
+    "$environment/bin/turboquant-convert" --hf-path "$model" --mlx-path "$converted" --bits 3 >&2
 fi
 
 echo "== asking: $question" >&2
