@@ -67,8 +67,9 @@ def test_the_wheel_holds_the_package_its_licence_and_nothing_else(wheel):
     }
     assert "turboquant_mlx/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    sources = (ROOT / "src" / "turboquant_mlx").rglob("*.py")
-    assert {str(path.relative_to(ROOT / "src")) for path in sources} <= set(names)
+    files = {path for path in (ROOT / "src" / "turboquant_mlx").rglob("*") if path.is_file()}
+    sources = {str(path.relative_to(ROOT / "src")) for path in files if path.suffix != ".pyc"}
+    assert sources == {name for name in names if name.startswith("turboquant_mlx/")}
 
 
 def test_the_metadata_says_what_pyproject_says(wheel):
