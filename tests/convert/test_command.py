@@ -65,6 +65,8 @@ CONTRACT: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--keep-mtp"], {"keep_mtp": True}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
+    (["--no-balance"], {"balance": False}),
+    (["--balance-text", "some.txt"], {"balance_text": "some.txt"}),
 ]
 
 

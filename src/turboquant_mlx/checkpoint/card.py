@@ -30,6 +30,10 @@ _ONLY_WITH = {
     "extras_group_size": "quantize_extras",
 }
 
+# Options that are told only when they are off, and those whose value is a path.
+_ON_BY_DEFAULT = ("balance",)
+_FILES = ("balance_text",)
+
 
 def model_card(
     *, report: Mapping[str, Any], options: Mapping[str, Any], source_card: str | None = None
@@ -156,6 +160,9 @@ def _command(report: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         _last_part(report["output_path"]),
     ]
     for key, value in options.items():
+        if key in _ON_BY_DEFAULT:
+            words += [] if value else [f"--no-{key}"]
+            continue
         if value is None or value is False or value in ([], (), {}, ""):
             continue
         if key in _ONLY_WITH and not options.get(_ONLY_WITH[key]):
@@ -165,6 +172,8 @@ def _command(report: Mapping[str, Any], options: Mapping[str, Any]) -> str:
             words.append("tiers.json")
         elif isinstance(value, (list, tuple)):
             words.append(",".join(str(item) for item in value))
+        elif key in _FILES:
+            words.append(_last_part(value))
         elif value is not True:
             words.append(str(value))
     return shlex.join(words)

@@ -184,6 +184,20 @@ def _add_precision(group: Any) -> None:
         help="seed of the random signs of the rotation (default: 42)",
     )
     group.add_argument(
+        "--no-balance",
+        dest="balance",
+        action="store_false",
+        help="skip the run of a short text through the model, which shows how much each input "
+        "channel of a layer matters. It takes seconds to minutes and is worth about one bit per "
+        "weight",
+    )
+    group.add_argument(
+        "--balance-text",
+        metavar="FILE",
+        help="UTF-8 text for that run: 512 tokens of it, in pieces spread over its first million "
+        "characters (default: a mixed text that comes with this package)",
+    )
+    group.add_argument(
         "--use-qjl",
         action="store_true",
         help="store one more bit per weight, a sketch of what rounding lost; turboquant-generate "

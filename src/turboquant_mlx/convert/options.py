@@ -64,6 +64,8 @@ class ConvertOptions:
         extras_bits, extras_group_size: width and group of those.
         keep_mtp: copy the source's multi-token-prediction head.
         trust_remote_code: let code that comes with the source run.
+        balance: scale the input channels by what a text shows of them, see ``balance``.
+        balance_text: file with that text, None for the one of the package.
 
     Raises:
         OptionError: a value that is not permitted, or options that exclude or need each other.
@@ -89,6 +91,8 @@ class ConvertOptions:
     extras_group_size: int = 64
     keep_mtp: bool = False
     trust_remote_code: bool = False
+    balance: bool = True
+    balance_text: str | None = None
 
     def __post_init__(self) -> None:
         layers = self.protect_expert_layers
@@ -96,6 +100,8 @@ class ConvertOptions:
             layers = parse_layer_ranges(layers)
         object.__setattr__(self, "protect_expert_layers", tuple(layers or ()))
         object.__setattr__(self, "expert_layer_tiers", dict(self.expert_layer_tiers or {}))
+        if self.balance_text is not None:
+            object.__setattr__(self, "balance_text", str(self.balance_text))
         self.validate()
 
     def validate(self) -> None:
@@ -130,6 +136,8 @@ class ConvertOptions:
                     f"--expert-layer-tiers and {flag(name)} exclude each other",
                     hint="the tiers file can name every layer that differs",
                 )
+        if self.balance_text is not None and not self.balance:
+            raise OptionError("--balance-text and --no-balance exclude each other")
         if self.streaming and self.dtype is not None:
             raise OptionError(
                 "--dtype is not supported together with --streaming",

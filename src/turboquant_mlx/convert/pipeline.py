@@ -4,13 +4,14 @@ Everything about the result is known before the first weight is read (``recipe.p
 shapes decide it), so the writer can lay out the shards, check the disk and then take tensors one
 by one. What is in memory at a time is one source tensor (an expert stack counts as one) and its
 quantized form; that holds with and without ``streaming``, which also switches off MLX's cache of
-freed buffers.
+freed buffers. Before that, the channels of the layers' inputs are measured (``calibrate``) on an
+instance of the model that is used up by it, one decoder layer in memory at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from ..checkpoint.config import set_model_dtype
@@ -30,6 +31,8 @@ from ..errors import OptionError, OutputError, TurboQuantError
 from ..quant.rotation import random_signs
 from ..quant.weight import quantize_weight
 from . import files
+from .balance import channel_scales, input_multiplier, load_text
+from .calibrate import measure_channels
 from .options import ConvertOptions
 from .recipe import Decision, ModuleInfo, Plan, plan_modules
 from .report import ConvertReport, format_bytes
@@ -87,6 +90,7 @@ def convert(
     started = time.perf_counter()
     target = Path(mlx_path)
     check_target(target, overwrite=overwrite)
+    balance_text = load_text(options.balance_text) if options.balance else None
     source = open_source(hf_path, trust_remote_code=options.trust_remote_code)
     if target.resolve() == source.folder.path.resolve():
         raise OutputError(f"{target} is the source itself", hint="choose another --mlx-path")
@@ -97,15 +101,15 @@ def convert(
     job = _Job(source, options, infos, plan)
     dropped = dropped_tensors(source, kept=job.mtp)
     job.explain_dropped(dropped)
-    if say is not None:
-        for text in (*source.notes, *plan.notices):
-            say("note", text)
-        for text in plan.warnings:
-            say("warning", text)
+    say = say or _say_nothing
+    _tell(say, [*source.notes, *plan.notices], plan.warnings)
     with (
         FolderWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer,
         _memory_mode(options.streaming),
     ):
+        job.declare(writer)
+        if balance_text is not None:
+            _tell(say, *job.balance(balance_text, progress))
         job.write(writer, progress)
         report = build_report(
             target=target,
@@ -120,6 +124,17 @@ def convert(
         )
         job.finish(writer, report)
     return report
+
+
+def _say_nothing(kind: str, text: str) -> None:
+    pass
+
+
+def _tell(say: Say, notices: Iterable[str], warnings: Iterable[str]) -> None:
+    for text in notices:
+        say("note", text)
+    for text in warnings:
+        say("warning", text)
 
 
 def _nothing_to_do(source: SourceModel, plan: Plan) -> TurboQuantError:
@@ -169,6 +184,7 @@ class _Job:
                 f"--quantize-extras leaves {', '.join(plain)} as it is: mlx-lm's code for this "
                 "model type needs its plain values"
             )
+        self.scales: dict[str, np.ndarray] = {}
         self.manifest = self._build_manifest()
         self.layout = self._build_layout()
 
@@ -255,14 +271,50 @@ class _Job:
 
     # --- work -----------------------------------------------------------------------------
 
-    def write(self, writer: FolderWriter, progress: bool) -> None:
-        """Quantize and write every tensor."""
+    def declare(self, writer: FolderWriter) -> None:
+        """Tell the writer what will come, and make sure that it fits on the disk."""
         for tensors in self.layout.values():
             for tensor in tensors:
                 writer.declare(tensor.name, tensor.dtype, tensor.shape)
         files.declare_mtp(writer, self.source.folder, self.mtp)
         beside = files.side_files(self.source.folder.path)
         writer.check_space(writer.tensor_bytes + sum(path.stat().st_size for path in beside))
+
+    def balance(self, text: str, progress: bool) -> tuple[list[str], list[str]]:
+        """Find the channel scales of every rotation group that the text reaches.
+
+        Returns:
+            notices and warnings; they are in the plan too.
+        """
+        config = self.source.config
+        found = measure_channels(
+            self._build_again,
+            self.manifest.groups(),
+            self.source.tokenizer,
+            text,
+            vocabulary=config.get("vocab_size")
+            or (config.get("text_config") or {}).get("vocab_size"),
+            progress=progress,
+        )
+        self.plan.notices.extend(found.notices)
+        self.plan.warnings.extend(found.warnings)
+        for leader, channels in found.channels.items():
+            self.scales[leader] = channel_scales(channels.input_energy, channels.weight_energy)
+        return found.notices, found.warnings
+
+    def _build_again(self) -> nn.Module:
+        """Another lazy instance of the model that is converted, after --dtype."""
+        model = self.source.build_again()
+        if self.dtype is not None:
+            cast = [
+                (name, value.astype(self._final_dtype(name, value.dtype)))
+                for name, value in tree_flatten(model.parameters())
+            ]
+            model.update(tree_unflatten(cast))
+        return model
+
+    def write(self, writer: FolderWriter, progress: bool) -> None:
+        """Quantize and write every tensor."""
         sizes = {path: self.infos[path].num_parameters for path in self.infos}
         with tqdm(
             total=sum(sizes.values()),
@@ -295,7 +347,7 @@ class _Job:
         return own | {f"{path}.{suffix}": value for suffix, value in made.items()}
 
     def _packed(self, weight: mx.array, entry: ModuleEntry) -> dict[str, Any]:
-        # signs belong to the group, so that its layers can share one rotation
+        # signs and scales belong to the group, so that its layers can share one rotation
         group, seed, width = entry.rotation_group, self.options.rotation_seed, entry.width
         signs = random_signs(width, seed, group)
         if self.options.rotation == "none":
@@ -303,7 +355,7 @@ class _Job:
         packed = quantize_weight(
             weight,
             entry.spec,
-            multiplier=signs.astype(np.float16),
+            multiplier=input_multiplier(signs, self.scales.get(group)),
             qjl_multiplier=random_signs(width, seed, f"{group}.qjl"),
             label=entry.path,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from ..checkpoint.config import normalize_config, read_json_object
-from ..checkpoint.loader import KIMI_TYPES, call_mlx_lm, is_turboquant, load_tokenizer
+from ..checkpoint.config import read_json_object
+from ..checkpoint.loader import (
+    KIMI_TYPES,
+    call_mlx_lm,
+    is_turboquant,
+    load_tokenizer,
+    normalized_config,
+)
 from ..checkpoint.model_class import is_model_file
 from ..checkpoint.source import Folder, has_tokenizer, inspect_folder, resolve
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
@@ -34,6 +42,8 @@ SAFETENSORS_DTYPES = {
     mx.int64: "I64",
     mx.bool_: "BOOL",
 }
+
+PLAIN_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 # Parts of a checkpoint that a text model has no use for, by a component of the tensor's name.
 OTHER_MODALITIES = {
@@ -59,6 +69,8 @@ class SourceModel:
         model: the mlx-lm model, every weight lazy and floating point.
         source_precision: None, or what the source was quantized as ("mxfp4", "affine", ...).
         notes: what normalising and dequantizing had to say.
+        tokenizer: the model's, in mlx-lm's wrapper.
+        build_again: makes another instance of ``model``, as lazy as this one.
     """
 
     folder: Folder
@@ -66,6 +78,8 @@ class SourceModel:
     model: nn.Module
     source_precision: str | None
     notes: list[str]
+    tokenizer: Any
+    build_again: Callable[[], nn.Module]
 
 
 def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> SourceModel:
@@ -89,24 +103,34 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
         raise CheckpointError(
             f"{path} has no tokenizer", hint="copy the tokenizer's files into it first"
         )
-    config, notes = normalize_config(folder.config)
+    config, notes = normalized_config(folder)
     _describe_modelopt(path, config)
-    is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
-    load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
+    if (path / "generation_config.json").is_file():
+        read_json_object(path / "generation_config.json")
     model_file = config.get("model_file")
     if model_file is not None and not is_model_file(model_file):
         raise UnsupportedModelError(
             f"{path}: model_file {model_file!r} is not a Python file in the folder itself"
         )
     precision = _source_precision(config)
-    model, loaded = _build(folder, config, precision, trust_remote_code)
-    if precision is not None:
+    build = partial(_build, folder, deepcopy(config), precision, trust_remote_code)
+    model, loaded = build()
+    # later than the model: this library reads the config too, and faults in it are not its own
+    is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
+    tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
+    if precision is not None and all(t.dtype in PLAIN_DTYPES for t in folder.tensors.values()):
+        notes = [
+            *notes,
+            f"the config speaks of a quantization ({precision}), the weights are plain",
+        ]
+    elif precision is not None:
         notes = [*notes, f"the source is quantized ({precision}); its weights are expanded first"]
+        build = partial(_build_expanded, folder, build)
         _dequantize(folder, model)
     _check_floating(folder, model, precision)
     for key in ("quantization", "quantization_config", "_name_or_path"):
         loaded.pop(key, None)
-    return SourceModel(folder, loaded, model, precision, notes)
+    return SourceModel(folder, loaded, model, precision, notes, tokenizer, lambda: build()[0])
 
 
 def _describe_modelopt(path: Path, config: dict[str, Any]) -> None:
@@ -119,8 +143,10 @@ def _describe_modelopt(path: Path, config: dict[str, Any]) -> None:
 def _source_precision(config: dict[str, Any]) -> str | None:
     block = config.get("quantization") or config.get("quantization_config")
     block = block or (config.get("text_config") or {}).get("quantization_config")
-    if not isinstance(block, dict):
+    if not block:
         return None
+    if not isinstance(block, dict):
+        raise CheckpointError("config.json: the description of the quantization is not an object")
     return str(block.get("quant_method") or block.get("mode") or "affine")
 
 
@@ -142,6 +168,14 @@ def _build(
             + error.message.removeprefix(f"{folder.path}: "),
             hint="convert the 16-bit model that it was made from",
         ) from error
+
+
+def _build_expanded(
+    folder: Folder, build: Callable[[], tuple[nn.Module, dict[str, Any]]]
+) -> tuple[nn.Module, dict[str, Any]]:
+    model, loaded = build()
+    _dequantize(folder, model)
+    return model, loaded
 
 
 def _dequantize(folder: Folder, model: nn.Module) -> None:

@@ -66,6 +66,10 @@ class ExpandedWeight:
             self._matrix, self._seen = self._make(self.keep), now
         return self._matrix
 
+    def drop(self) -> None:
+        """Forget the matrix and the arrays that it was made from."""
+        self._matrix = self._seen = None
+
     def __getstate__(self) -> dict:
         # the matrix can be made again, and its lock cannot be copied
         return {**self.__dict__, "_seen": None, "_matrix": None}
@@ -90,6 +94,10 @@ class ExpandedExperts:
         if matrix is None:
             matrix = self._matrices[expert] = self._make(expert, self.keep)
         return matrix
+
+    def drop(self) -> None:
+        """Forget the matrices and the arrays that they were made from."""
+        self._matrices, self._seen = {}, None
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_seen": None, "_matrices": {}}
@@ -210,6 +218,14 @@ def expanded_bytes(model: nn.Module) -> int:
         elif layer.weight.dtype != mx.float32:
             total += 4 * layer.weight.size
     return total
+
+
+def drop_expansions(model: nn.Module) -> None:
+    """Free the float32 forms of all layers of a model, or of a part of one."""
+    for _, layer in model.named_modules():
+        expanded = getattr(layer, "expanded", None)
+        if isinstance(expanded, (ExpandedWeight, ExpandedExperts)):
+            expanded.drop()
 
 
 def prepare(model: nn.Module, expand: CpuExpand = "auto") -> None:

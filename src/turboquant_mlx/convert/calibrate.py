@@ -1,0 +1,354 @@
+"""Run a text through the source model and measure the channels of every layer's input.
+
+One forward pass of the model's own code, nothing of it re-implemented: the modules of a freshly
+built instance whose weights are still on disk are intercepted. The leader of each rotation group
+adds up x_j^2 of what it is given. A decoder layer is evaluated when it returns, and its weights
+are let go of at once, so a model larger than memory passes layer by layer. A model that calls a
+layer again (looped transformers do) gets that layer from another lazy instance. The head's own
+product is never computed.
+
+On the CPU the layers run through ``layers.cpu``, which is many times faster than MLX there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from tqdm import tqdm
+
+from ..errors import TurboQuantError
+from ..kernels.dispatch import backend, is_traced
+from ..layers import cpu
+from .balance import sample_tokens
+from .roles import role_of
+
+PIECES = 4
+PIECE_TOKENS = 128
+"""Text of one pass: the statistics of 512 tokens are as good as those of many more."""
+
+BLOCK_BYTES = 64 * 2**20
+"""Float32 bytes of a weight that are squared and summed at a time."""
+
+Build = Callable[[], nn.Module]
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The input channels of one rotation group.
+
+    Attributes:
+        input_energy: float64 [I], sum of x_j^2 over the text; a token counts once for every
+            expert that it is sent to.
+        weight_energy: float64 [I], sum of W_ij^2 over the rows of all members, all experts.
+    """
+
+    input_energy: np.ndarray
+    weight_energy: np.ndarray
+
+
+@dataclass
+class Statistics:
+    """What one pass found: leader of a rotation group -> its channels, and what to tell the user.
+
+    Groups without usable statistics are absent; ``warnings`` says which and why.
+    """
+
+    channels: dict[str, Channels] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class _CannotRunError(Exception):
+    """The text and the model do not go together."""
+
+
+def text_tokens(tokenizer: Any, text: str, vocabulary: int | None) -> np.ndarray:
+    """A sample of a text as the model sees it, each piece after the begin token if there is one.
+
+    Args:
+        tokenizer: of the model.
+        text: any text.
+        vocabulary: number of token ids that the model knows, None if unknown.
+
+    Returns:
+        int32 [pieces, length].
+
+    Raises:
+        OptionError: the text is too short.
+    """
+    begin = getattr(tokenizer, "bos_token_id", None)
+    # some tokenizers name a begin token that their models are never given
+    lead = [begin] if begin is not None and list(tokenizer.encode("a"))[:1] == [begin] else []
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    body = sample_tokens(encode, text, PIECES, PIECE_TOKENS - len(lead))
+    sample = np.hstack([np.tile(np.array(lead, np.int32), (len(body), 1)), body])
+    if vocabulary is not None and sample.max() >= vocabulary:
+        raise _CannotRunError(
+            f"its tokenizer gives the id {sample.max()}, its vocabulary ends at {vocabulary - 1}"
+        )
+    return sample
+
+
+def measure_channels(
+    build: Build,
+    groups: Mapping[str, Sequence[str]],
+    tokenizer: Any,
+    text: str,
+    *,
+    vocabulary: int | None = None,
+    progress: bool = False,
+) -> Statistics:
+    """Run a sample of the text through the model.
+
+    Args:
+        build: makes the model anew, every weight lazy and floating point.
+        groups: rotation groups, path of the leader -> paths of all members.
+        tokenizer: of the model.
+        text: what to run.
+        vocabulary: number of token ids that the model knows.
+        progress: show a progress bar on stderr.
+
+    Returns:
+        the statistics; empty, with a warning that names why, if the model cannot run.
+
+    Raises:
+        OptionError: the text is too short.
+    """
+    try:
+        tokens = text_tokens(tokenizer, text, vocabulary)
+        work = _Pass(build, groups)
+        work.run(tokens, progress)
+        return work.statistics()
+    except TurboQuantError:
+        raise
+    except Exception as error:  # whatever the model's code, or the tokenizer's, raises
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, _CannotRunError):
+            reason = f"{type(error).__name__}: {reason}"
+        return Statistics(
+            warnings=[
+                "channels are not balanced, which costs much quality: this model cannot be run "
+                f"({reason})"
+            ]
+        )
+    finally:
+        # modules and what was attached to them refer to each other
+        gc.collect()
+
+
+class _Pass:
+    """One forward pass over one text."""
+
+    def __init__(self, build: Build, groups: Mapping[str, Sequence[str]]):
+        self.build = build
+        self.groups = groups
+        self.model = build()
+        self.modules = dict(self.model.named_modules())
+        self.layers = {path: self.modules[path] for path in _layer_paths(self.modules)}
+        self.led_in = {path: [g for g in groups if _is_in(g, path)] for path in self.layers}
+        self.spent: set[str] = set()
+        self.spare: dict[str, nn.Module] = {}
+        self.input_energy: dict[str, np.ndarray] = {}
+        self.weight_energy: dict[str, np.ndarray] = {}
+        self.reached: dict[str, np.ndarray] = {}
+
+    def run(self, tokens: np.ndarray, progress: bool) -> None:
+        """Feed tokens [pieces, length] to the model."""
+        if backend() == "cpu":
+            cpu.prepare(self.model, "never")
+        for module in self.modules.values():
+            if isinstance(module, nn.Embedding):
+                # it is a tied head too, whose output nobody looks at
+                head: Any = module
+                head.as_linear = partial(_no_product, module.weight.shape[0])
+        for leader in self.groups:
+            _intercept(self.modules[leader], partial(self._watch, leader))
+        with tqdm(
+            total=len(self.layers),
+            unit="layer",
+            disable=not progress,
+            dynamic_ncols=True,
+            desc="balancing",
+        ) as bar:
+            for path, layer in self.layers.items():
+                _intercept(layer, partial(self._run_layer, path, bar))
+            self.model(mx.array(tokens))
+        self._measure_weights(self.groups)  # of what is in no layer
+
+    def _watch(self, leader: str, call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        """Add up the squares of an input, then go on."""
+        if is_traced(x):
+            return call(x, *args, **kwargs)
+        energy = mx.square(x.astype(mx.float32)).sum(axis=tuple(range(x.ndim - 1)))
+        self.input_energy[leader] = self.input_energy.get(leader, 0.0) + _float64(energy)
+        weight = self.modules[leader].weight
+        if weight.ndim == 3:
+            indices = args[0] if args else kwargs["indices"]
+            reached = self.reached.setdefault(leader, np.zeros(weight.shape[0], bool))
+            reached[np.array(indices).reshape(-1)] = True
+        elif role_of(leader, "linear") == "lm_head":
+            return _no_product(weight.shape[0], x)
+        return call(x, *args, **kwargs)
+
+    def _run_layer(self, path: str, bar: tqdm, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run one decoder layer to its end, then let go of its weights."""
+        layer = self.layers[path]
+        if path in self.spent:
+            self._refill(path, layer)
+        out = call(*args, **kwargs)
+        mx.eval(out)
+        self._measure_weights(self.led_in[path])
+        for _, module in layer.named_modules():
+            for name in _weights_of(module):
+                module[name] = mx.zeros((0,))
+        cpu.drop_expansions(layer)
+        self.spent.add(path)
+        bar.update(1)
+        return out
+
+    def _refill(self, path: str, layer: nn.Module) -> None:
+        """Give a layer that is called again its weights again, lazy."""
+        if path not in self.spare:
+            modules = dict(self.build().named_modules())
+            self.spare = {path: modules[path] for path in self.layers}
+        fresh = self.spare.pop(path)
+        for (_, module), (_, source) in zip(
+            layer.named_modules(), fresh.named_modules(), strict=True
+        ):
+            for name in _weights_of(source):
+                module[name] = source[name]
+
+    def _measure_weights(self, leaders: Iterable[str]) -> None:
+        """Add up the columns of groups that were not measured before."""
+        for leader in leaders:
+            if leader not in self.weight_energy:
+                weights = [self.modules[member].weight for member in self.groups[leader]]
+                self.weight_energy[leader] = np.sum([column_energy(w) for w in weights], axis=0)
+
+    def statistics(self) -> Statistics:
+        """What was found."""
+        found = Statistics()
+        self._share_with_siblings()
+        unused, not_finite = [], []
+        for leader in self.groups:
+            if leader not in self.input_energy:
+                unused.append(leader)
+            elif not np.isfinite(self.input_energy[leader]).all():
+                not_finite.append(leader)
+            else:
+                found.channels[leader] = Channels(
+                    self.input_energy[leader], self.weight_energy[leader]
+                )
+        if unused:
+            found.warnings.append(f"{_some(unused)} not balanced: the text does not get there")
+        if not_finite:
+            found.warnings.append(
+                f"{_some(not_finite)} not balanced: inputs that are infinite or not numbers"
+            )
+        # the members of a block see the same routing
+        blocks = {leader.rpartition(".")[0]: reached for leader, reached in self.reached.items()}
+        experts = sum(reached.size for reached in blocks.values())
+        missed = experts - sum(int(reached.sum()) for reached in blocks.values())
+        if missed:
+            found.notices.append(
+                f"the text for balancing reached {experts - missed:,} of {experts:,} experts; the "
+                "others take the statistics of their block"
+            )
+        return found
+
+    def _share_with_siblings(self) -> None:
+        """Give experts that are layers of their own (not rows of a stack) what a stack has: where
+        the text never gets to one of them, the sum over the others of its block."""
+        blocks: dict[str, list[str]] = {}
+        for leader in self.groups:
+            name = _without_number(leader)
+            if name is not None and role_of(leader, "linear") == "expert":
+                blocks.setdefault(name, []).append(leader)
+        for name, leaders in blocks.items():
+            used = [self.input_energy[g] for g in leaders if g in self.input_energy]
+            self.reached[name] = np.array([g in self.input_energy for g in leaders])
+            if used:
+                for leader in leaders:
+                    self.input_energy.setdefault(leader, np.sum(used, axis=0))
+
+
+def column_energy(weight: mx.array) -> np.ndarray:
+    """float64 [I]: sums of the squares of a weight [..., I] over all its rows."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    step = max(1, BLOCK_BYTES // (4 * rows.shape[1]))
+    total = np.zeros(rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        block = rows[start : start + step].astype(mx.float32)
+        total += _float64(mx.square(block).sum(axis=0))
+    return total
+
+
+def _intercept(module: nn.Module, around: Call) -> None:
+    """Let ``around(call, ...)`` run wherever this one module is called.
+
+    Its class becomes a subclass of what it was, so attributes and isinstance checks stay.
+    """
+    kind: Any = type(module)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(partial(kind.__call__, self), *args, **kwargs)
+
+    body = {"__call__": __call__, "__module__": __name__}
+    module.__class__ = type(kind.__name__, (kind,), body)
+
+
+def _layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Paths of the decoder layers: whatever ends in the first number of some module's path."""
+    found: dict[str, None] = {}
+    for path in modules:
+        parts = path.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            found.setdefault(".".join(parts[: number + 1]))
+    return [path for path in found if path in modules]
+
+
+def _is_in(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(f"{layer}.")
+
+
+def _without_number(path: str) -> str | None:
+    """A path without the last number in it; None if that is the decoder layer's, or none."""
+    parts = path.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    if len(numbers) < 2:
+        return None
+    del parts[numbers[-1]]
+    return ".".join(parts)
+
+
+def _weights_of(module: nn.Module) -> list[str]:
+    """Names of a module's own parameters."""
+    return [
+        name
+        for name, value in module.items()
+        if isinstance(value, mx.array) and not name.startswith("_")
+    ]
+
+
+def _no_product(rows: int, x: mx.array) -> mx.array:
+    """What takes the place of a head's output: zeros, and not even those are ever computed."""
+    return mx.zeros((*x.shape[:-1], rows), x.dtype)
+
+
+def _float64(array: mx.array) -> np.ndarray:
+    return np.array(array).astype(np.float64)
+
+
+def _some(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return f"the input of {paths[0]} is"
+    return f"the inputs of {len(paths):,} groups of layers, {paths[0]} first, are"
