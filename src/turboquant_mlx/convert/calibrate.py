@@ -243,7 +243,7 @@ class _Pass:
                 unused.append(leader)
             elif not np.isfinite(self.input_energy[leader]).all():
                 not_finite.append(leader)
-            else:
+            elif np.isfinite(self.weight_energy[leader]).all():  # if not, it cannot be quantized
                 found.channels[leader] = Channels(
                     self.input_energy[leader], self.weight_energy[leader]
                 )

@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 from ..checkpoint.config import set_model_dtype
 from ..checkpoint.model_class import SOURCE_MODEL_FILE
+from ..checkpoint.named_error import named_read_errors
 from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, expected_tensors
 from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter, check_target
-from ..errors import OptionError, OutputError, TurboQuantError
+from ..errors import OptionError, OutputError, QuantizationError, TurboQuantError
 from ..quant.rotation import random_signs
 from ..quant.weight import quantize_weight
 from . import files
@@ -104,6 +105,7 @@ def convert(
     say = say or _say_nothing
     _tell(say, [*source.notes, *plan.notices], plan.warnings)
     with (
+        named_read_errors(source.folder.path),
         FolderWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer,
         _memory_mode(options.streaming),
     ):
@@ -340,11 +342,21 @@ class _Job:
             for name, value in self._own_arrays(path).items()
         }
         entry = self.manifest.modules.get(path)
+        self._check_numbers(own, entry)
         if entry is None:
             return own
         weight = own.pop(f"{path}.weight")
         made = self._affine(weight, entry) if entry.is_affine else self._packed(weight, entry)
         return own | {f"{path}.{suffix}": value for suffix, value in made.items()}
+
+    def _check_numbers(self, own: dict[str, mx.array], entry: ModuleEntry | None) -> None:
+        """Refuse values that are not numbers in what is stored as it is, or by MLX's own code."""
+        for name, value in own.items():
+            by_ours = entry is not None and not entry.is_affine and name.endswith(".weight")
+            if not by_ours and mx.isnan(value).any().item():
+                raise QuantizationError(
+                    f"{self.source.folder.path}: {name} has values that are not numbers"
+                )
 
     def _packed(self, weight: mx.array, entry: ModuleEntry) -> dict[str, Any]:
         # signs and scales belong to the group, so that its layers can share one rotation

@@ -105,6 +105,7 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
         )
     config, notes = normalized_config(folder)
     _describe_modelopt(path, config)
+    _check_description(path, config)
     if (path / "generation_config.json").is_file():
         read_json_object(path / "generation_config.json")
     model_file = config.get("model_file")
@@ -140,13 +141,17 @@ def _describe_modelopt(path: Path, config: dict[str, Any]) -> None:
         config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(file)}
 
 
+def _check_description(path: Path, config: dict[str, Any]) -> None:
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise CheckpointError(f"{path}/config.json: {key} is not an object")
+
+
 def _source_precision(config: dict[str, Any]) -> str | None:
     block = config.get("quantization") or config.get("quantization_config")
     block = block or (config.get("text_config") or {}).get("quantization_config")
-    if not block:
+    if not isinstance(block, dict) or not block:
         return None
-    if not isinstance(block, dict):
-        raise CheckpointError("config.json: the description of the quantization is not an object")
     return str(block.get("quant_method") or block.get("mode") or "affine")
 
 
