@@ -35,9 +35,12 @@ class Conversion:
 
     @property
     def messages(self) -> list[str]:
-        """Lines on standard error, without what the progress bar drew."""
-        lines = [line.rpartition("\r")[2] for line in self.err.splitlines()]
-        return [line for line in lines if line.strip() and not line.startswith("converting:")]
+        """Lines on standard error, without what the progress bars drew."""
+        return [
+            line
+            for line in self.err.splitlines()
+            if line.strip() and not line.startswith(("balancing:", "converting:"))
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -70,7 +73,7 @@ class Workshop:
 
     def __init__(self, root: Path):
         self.root = root
-        self._conversions: dict[tuple[Path, tuple[str, ...]], Conversion] = {}
+        self._conversions: dict[tuple[object, ...], Conversion] = {}
 
     def source(self, model_type: str, **recipe: Any) -> Path:
         """A folder of ``tiny.build_source``."""
@@ -80,12 +83,15 @@ class Workshop:
             tiny.build_source(folder, model_type, **recipe)
         return folder
 
-    def converted(self, source: Path, *flags: str) -> Conversion:
-        """The source converted with these flags, which must succeed."""
-        key = (source, flags)
+    def converted(self, source: Path, *flags: str, balanced: bool = False) -> Conversion:
+        """The source converted with these flags, which must succeed.
+
+        Balancing is left out unless asked for: with models this small it takes most of the time.
+        """
+        key = (source, flags, balanced)
         if key not in self._conversions:
             target = self.root / f"converted-{len(self._conversions)}"
-            done = convert(source, target, *flags)
+            done = convert(source, target, *([] if balanced else ["--no-balance"]), *flags)
             assert done.code == 0, done.err
             self._conversions[key] = done
         return self._conversions[key]

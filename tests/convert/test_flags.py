@@ -103,7 +103,8 @@ def test_hf_path_names_the_source(workshop: Workshop, llama: Path, tmp_path: Pat
     other = workshop.source("llama", seed=1)
     a, b = (workshop.converted(source).folder for source in (llama, other))
     assert modules_that_differ(a, b) >= quantized(a)
-    same = run(tmp_path / "c", ["--model", str(llama), "--mlx-path", str(tmp_path / "c")])
+    target = tmp_path / "c"
+    same = run(target, ["--model", str(llama), "--mlx-path", str(target), "--no-balance"])
     assert contents(same.folder)["model.safetensors"] == contents(a)["model.safetensors"]
 
 
@@ -112,8 +113,8 @@ def test_mlx_path_names_the_target(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert convert(llama, Path("here")).code == 0
-    assert run(Path("mlx_model"), ["--hf-path", str(llama)]).code == 0
+    assert convert(llama, Path("here"), "--no-balance").code == 0
+    assert run(Path("mlx_model"), ["--hf-path", str(llama), "--no-balance"]).code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "mlx_model"]
 
 
@@ -146,9 +147,8 @@ def test_json_prints_the_summary_for_machines(workshop: Workshop, llama: Path) -
         json.loads(plain.out)
 
 
-def with_tokenizer_code(folder: Path, model_type: str) -> Path:
-    """A source whose tokenizer is a class of its own; running its code sets a variable."""
-    tiny.build_source(folder, "llama")
+def give_tokenizer_code(folder: Path) -> None:
+    """Make the tokenizer a class of its own; running its code sets a variable."""
     code = (
         "import os\n"
         "from transformers import PreTrainedTokenizerFast\n"
@@ -162,8 +162,6 @@ def with_tokenizer_code(folder: Path, model_type: str) -> Path:
     config["tokenizer_class"] = "OwnTokenizer"
     config["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
     file.write_text(json.dumps(config))
-    rewrite(folder, model_type=model_type)
-    return folder
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -191,7 +189,9 @@ def code_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bo
 def test_trust_remote_code_lets_tokenizer_code_run(
     tmp_path: Path, code_ran: Callable[[], bool]
 ) -> None:
-    source = with_tokenizer_code(tmp_path / "source", "llama")
+    source = tmp_path / "source"
+    tiny.build_source(source, "llama")
+    give_tokenizer_code(source)
     refused = convert(source, tmp_path / "out")
     assert refused.code == 2
     assert refused.messages[-2].endswith("needs code of its own to run")
@@ -208,8 +208,29 @@ def test_trust_remote_code_lets_tokenizer_code_run(
 def test_the_tokenizer_of_a_local_kimi_k3_needs_no_trust(
     tmp_path: Path, code_ran: Callable[[], bool]
 ) -> None:
-    convert(with_tokenizer_code(tmp_path / "source", "kimi_k3"), tmp_path / "out")
+    source = tmp_path / "source"
+    write_model(source, KIMI_K3)
+    give_tokenizer_code(source)
+    assert convert(source, tmp_path / "out", "--no-balance").code == 0
     assert code_ran()
+
+
+KIMI_K3 = {
+    "model_type": "kimi_k3",
+    "text_config": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "linear_attn_config": {"kda_layers": [], "full_attn_layers": [1]},
+        "vocab_size": tiny.VOCAB_SIZE,
+    },
+}
 
 
 @shows("trust_remote_code")
@@ -223,7 +244,7 @@ def test_trust_remote_code_lets_a_model_file_run(
     refused = convert(source, tmp_path / "out")
     assert refused.code == 2
     assert "needs code of its own (own_model.py)" in refused.messages[-2]
-    folder = convert(source, tmp_path / "out", "--trust-remote-code").folder
+    folder = convert(source, tmp_path / "out", "--no-balance", "--trust-remote-code").folder
     with pytest.raises(UnsupportedModelError, match=r"needs code of its own \(own_model.py\)"):
         load_model(folder)
     ids = mx.array([tiny.token_ids()])
@@ -292,7 +313,8 @@ def test_keep_mtp_without_a_head_says_so(workshop: Workshop, llama: Path) -> Non
 
 @shows("streaming")
 def test_streaming_gives_the_same_bytes(workshop: Workshop, moe: Path) -> None:
-    plain, streamed = (workshop.converted(moe, *flags) for flags in ([], ["--streaming"]))
+    plain = workshop.converted(moe, balanced=True)
+    streamed = workshop.converted(moe, "--streaming", balanced=True)
     assert stored(plain.folder) == stored(streamed.folder)
     assert manifest_of(plain.folder).modules == manifest_of(streamed.folder).modules
 
@@ -309,9 +331,9 @@ def test_streaming_keeps_no_cache_of_freed_buffers(
         return real(limit)
 
     monkeypatch.setattr(mx, "set_cache_limit", watched)
-    assert convert(llama, tmp_path / "plain").code == 0
+    assert convert(llama, tmp_path / "plain", "--no-balance").code == 0
     assert limits == []
-    assert convert(llama, tmp_path / "streamed", "--streaming").code == 0
+    assert convert(llama, tmp_path / "streamed", "--no-balance", "--streaming").code == 0
     assert limits[0] == 0
     assert limits[-1] > 0
 
@@ -398,6 +420,34 @@ def test_rotation_seed_draws_other_signs(workshop: Workshop, moe: Path) -> None:
     for name in (name for name in before if name.endswith(".multiplier")):
         assert mx.array_equal(mx.abs(before[name]), mx.abs(after[name]))
         assert not mx.array_equal(before[name], after[name])
+
+
+@shows("balance")
+def test_balancing_scales_the_channels(workshop: Workshop, moe: Path) -> None:
+    balanced = workshop.converted(moe, balanced=True).folder
+    without = workshop.converted(moe).folder
+    assert modules_that_differ(balanced, without) == quantized(without)
+    assert manifest_of(balanced).modules == manifest_of(without).modules
+    scaled, plain = arrays(balanced), arrays(without)
+    for name in (name for name in plain if name.endswith(".multiplier")):
+        assert set(plain[name].tolist()) == {-1.0, 1.0}
+        assert mx.array_equal(mx.sign(scaled[name]), plain[name])
+        sizes = mx.abs(scaled[name])
+        assert (sizes.max() > 1.1 * sizes.min()).item()
+
+
+@shows("balance_text")
+def test_balance_text_is_what_the_channels_are_measured_on(
+    workshop: Workshop, llama: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("0 1 2 3 4 5 6 7 8 9 " * 99)
+    base = workshop.converted(llama, balanced=True).folder
+    changed = workshop.converted(llama, "--balance-text", str(text), balanced=True).folder
+    assert modules_that_differ(base, changed) == quantized(base)
+    done = convert(llama, tmp_path / "out", "--balance-text", str(tmp_path / "nothing.txt"))
+    assert done.code == 2
+    assert "nothing.txt" in done.messages[0]
 
 
 @shows("use_qjl")

@@ -77,6 +77,12 @@ class TestRoundTrip:
         done = workshop.converted(source)
         assert_stands_for(done, stock_parameters(source), bits=3)
 
+    @pytest.mark.parametrize("model_type", ["qwen2", "gpt_oss", "deepseek_v3"])
+    def test_and_with_channels_balanced(self, workshop: Workshop, model_type: str) -> None:
+        source = workshop.source(model_type, transformers5=False)
+        done = workshop.converted(source, balanced=True)
+        assert_stands_for(done, stock_parameters(source), bits=3)
+
     @pytest.mark.parametrize("bits", [2, 3, 4])
     def test_more_bits_are_closer(self, workshop: Workshop, bits: int) -> None:
         source = workshop.source("qwen3_moe", transformers5=False)
@@ -200,7 +206,7 @@ class TestResult:
     def test_shards_are_as_large_as_asked(
         self, workshop: Workshop, llama: Path, tmp_path: Path
     ) -> None:
-        convert_function(llama, tmp_path / "out", max_shard_bytes=40_000)
+        convert_function(llama, tmp_path / "out", balance=False, max_shard_bytes=40_000)
         folder = inspect_folder(tmp_path / "out")
         assert len(folder.weight_files) > 3
         assert folder.index is not None
@@ -222,6 +228,7 @@ class TestResult:
             llama,
             tmp_path / "out",
             bits=4,
+            balance=False,
             expert_down_bits=2,
             say=lambda kind, text: said.append((kind, text)),
         )
