@@ -62,8 +62,8 @@ make_environment() {
     python="$(find_python)" || exit 2
     echo "installing into $folder (a few minutes the first time)" >&2
     "$python" -m venv --clear "$folder" || die "no virtual environment could be made in $folder"
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --progress-bar off \
-        --editable "$root${extras:+[$extras]}" "$@" ||
+    "$folder/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
+        --progress-bar off --editable "$root${extras:+[$extras]}" "$@" ||
         die "pip could not install the package" "the reason stands above; run this again to go on"
     # Written last: an installation that was cut short is started again.
     echo "$wanted" >"$folder/installed"

