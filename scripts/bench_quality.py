@@ -279,11 +279,11 @@ class Bench:
 
         from turboquant_mlx.convert.options import ConvertOptions
         from turboquant_mlx.convert.recipe import plan_modules
-        from turboquant_mlx.convert.source_model import list_modules
-        from turboquant_mlx.evaluate.candidates import load_source
+        from turboquant_mlx.convert.source_model import list_modules, open_source
+        from turboquant_mlx.evaluate.candidates import make_ready
         from turboquant_mlx.evaluate.sizes import Size
 
-        model = load_source(self.folder.path).model
+        model = open_source(self.folder.path).model
         plan = plan_modules(list_modules(model), ConvertOptions(group_size=GROUP_SIZE))
         modules = dict(model.named_modules())
         weights = n_bytes = 0
@@ -292,7 +292,8 @@ class Bench:
             n_bytes += predecessor_bytes(weight.shape, row.bits)
             weights += weight.size
             modules[path].weight = mx.array(predecessor_weight(weight, row.bits, path, seed))
-        return model, Size(weights, n_bytes, 0)
+        prepared = make_ready(model, Size(weights, n_bytes, 0))
+        return prepared.model, prepared.size
 
     def table(self) -> str:
         from turboquant_mlx.convert.report import format_columns

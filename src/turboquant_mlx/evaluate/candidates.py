@@ -154,7 +154,7 @@ def load_folder(path: Path, *, trust_remote_code: bool = False) -> Prepared:
 def load_source(source: Path, *, trust_remote_code: bool = False) -> Prepared:
     """Load the 16-bit model; one that is stored quantized is expanded first."""
     model = open_source(source, trust_remote_code=trust_remote_code).model
-    return _ready(model, Size(0, 0, model_bytes(model)))
+    return make_ready(model, Size(0, 0, model_bytes(model)))
 
 
 def _quantize_with_mlx(
@@ -185,10 +185,10 @@ def _quantize_with_mlx(
             f"{candidate.name}: {unfit} of {len(paths)} layers stay in 16 bits, their width is no "
             f"multiple of {candidate.group_size} (their bytes count)",
         )
-    return _ready(model, size_of_model(model, paths, weights))
+    return make_ready(model, size_of_model(model, paths, weights))
 
 
-def _ready(model: nn.Module, size: Size) -> Prepared:
+def make_ready(model: nn.Module, size: Size) -> Prepared:
     """A model that was built without our loader, as our loader would hand it over."""
     if backend() == "cpu":
         cpu.prepare(model)

@@ -62,9 +62,7 @@ class Scorer:
         say: Say | None = None,
     ):
         self.folder = folder
-        self.cache = cache or ReferenceCache(
-            default_cache_folder(), int(DEFAULT_CACHE_GB * 1e9)
-        )
+        self.cache = cache or ReferenceCache(default_cache_folder(), int(DEFAULT_CACHE_GB * 1e9))
         self.trust_remote_code = trust_remote_code
         self.progress = progress
         self.say = say or (lambda kind, text: None)
@@ -86,11 +84,10 @@ class Scorer:
         if reference is None:
             reference = self._compute_reference(key)
         self.reference = reference
-        shown = isinstance(reference, LiveReference)
-        return summarize(
-            score_reference(reference.log_probs(i), self.chunks.targets(i))
-            for i in self._bar(SOURCE_ROW, shown=shown)
-        )
+        with self._bar(SOURCE_ROW, shown=isinstance(reference, LiveReference)) as bar:
+            return summarize(
+                score_reference(reference.log_probs(i), self.chunks.targets(i)) for i in bar
+            )
 
     def _compute_reference(self, key: str) -> Reference:
         """Run the model over all chunks now if the result can be kept, else when it is needed."""
@@ -107,8 +104,11 @@ class Scorer:
                 "limit; the model runs again for each row",
             )
             return LiveReference(forward, self.chunks)
-        with self.cache.store(key, self.chunks, vocabulary) as write:
-            for i in self._bar(SOURCE_ROW):
+        with (
+            self.cache.store(key, self.chunks, vocabulary) as write,
+            self._bar(SOURCE_ROW) as bar,
+        ):
+            for i in bar:
                 write(first if i == 0 else log_probs_of(forward, self.chunks, i))
         stored = self.cache.find(key, self.chunks)
         if stored is None:
@@ -129,7 +129,8 @@ class Scorer:
         if float32:
             use_float32_activations(model)
         forward = forward_of(model)
-        summary = summarize(self._score_chunk(forward, i) for i in self._bar(name))
+        with self._bar(name) as bar:
+            summary = summarize(self._score_chunk(forward, i) for i in bar)
         mx.clear_cache()
         return summary
 
