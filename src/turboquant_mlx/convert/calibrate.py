@@ -1,43 +1,32 @@
 """Run a text through the source model and measure the channels of every layer's input.
 
-One forward pass of the model's own code, nothing of it re-implemented: the modules of a freshly
-built instance whose weights are still on disk are intercepted. The leader of each rotation group
-adds up x_j^2 of what it is given. A decoder layer is evaluated when it returns, and its weights
-are let go of at once, so a model larger than memory passes layer by layer. A model that calls a
-layer again (looped transformers do) gets that layer from another lazy instance. The head's own
-product is never computed.
-
-On the CPU the layers run through ``layers.cpu``, which is many times faster than MLX there.
+One forward pass (``layer_pass``), in which the leader of each rotation group adds up x_j^2 of what
+it is given.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from tqdm import tqdm
 
 from ..errors import TurboQuantError
-from ..kernels.dispatch import backend, is_traced
-from ..layers import cpu
+from ..kernels.dispatch import is_traced
 from .balance import sample_tokens
+from .layer_pass import Build, Call, LayerPass, intercept, no_product
 from .roles import role_of
 
 PIECES = 4
-PIECE_TOKENS = 128
+PIECE_TOKENS = 256
 """Text of one pass: the statistics of 512 tokens are as good as those of many more."""
 
 BLOCK_BYTES = 64 * 2**20
 """Float32 bytes of a weight that are squared and summed at a time."""
-
-Build = Callable[[], nn.Module]
-Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -144,43 +133,24 @@ def measure_channels(
         gc.collect()
 
 
-class _Pass:
-    """One forward pass over one text."""
+class _Pass(LayerPass):
+    """One pass that adds up squares."""
 
     def __init__(self, build: Build, groups: Mapping[str, Sequence[str]]):
-        self.build = build
-        self.groups = groups
-        self.model = build()
-        self.modules = dict(self.model.named_modules())
-        self.layers = {path: self.modules[path] for path in _layer_paths(self.modules)}
-        self.led_in = {path: [g for g in groups if _is_in(g, path)] for path in self.layers}
-        self.spent: set[str] = set()
-        self.spare: dict[str, nn.Module] = {}
+        super().__init__(build, groups, "balancing")
         self.input_energy: dict[str, np.ndarray] = {}
         self.weight_energy: dict[str, np.ndarray] = {}
         self.reached: dict[str, np.ndarray] = {}
 
-    def run(self, tokens: np.ndarray, progress: bool) -> None:
-        """Feed tokens [pieces, length] to the model."""
-        if backend() == "cpu":
-            cpu.prepare(self.model, "never")
-        for module in self.modules.values():
-            if isinstance(module, nn.Embedding):
-                # it is a tied head too, whose output nobody looks at
-                head: Any = module
-                head.as_linear = partial(_no_product, module.weight.shape[0])
+    def intercept(self) -> None:
         for leader in self.groups:
-            _intercept(self.modules[leader], partial(self._watch, leader))
-        with tqdm(
-            total=len(self.layers),
-            unit="layer",
-            disable=not progress,
-            dynamic_ncols=True,
-            desc="balancing",
-        ) as bar:
-            for path, layer in self.layers.items():
-                _intercept(layer, partial(self._run_layer, path, bar))
-            self.model(mx.array(tokens))
+            intercept(self.modules[leader], partial(self._watch, leader))
+
+    def layer_done(self, path: str) -> None:
+        self._measure_weights(self.led_in[path])
+
+    def run(self, tokens: np.ndarray, progress: bool) -> None:
+        super().run(tokens, progress)
         self._measure_weights(self.groups)  # of what is in no layer
 
     def _watch(self, leader: str, call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -194,37 +164,9 @@ class _Pass:
             indices = args[0] if args else kwargs["indices"]
             reached = self.reached.setdefault(leader, np.zeros(weight.shape[0], bool))
             reached[np.array(indices).reshape(-1)] = True
-        elif role_of(leader, "linear") == "lm_head":
-            return _no_product(weight.shape[0], x)
+        elif self.is_head(leader):
+            return no_product(weight.shape[0], x)
         return call(x, *args, **kwargs)
-
-    def _run_layer(self, path: str, bar: tqdm, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Run one decoder layer to its end, then let go of its weights."""
-        layer = self.layers[path]
-        if path in self.spent:
-            self._refill(path, layer)
-        out = call(*args, **kwargs)
-        mx.eval(out)
-        self._measure_weights(self.led_in[path])
-        for _, module in layer.named_modules():
-            for name in _weights_of(module):
-                module[name] = mx.zeros((0,))
-        cpu.drop_expansions(layer)
-        self.spent.add(path)
-        bar.update(1)
-        return out
-
-    def _refill(self, path: str, layer: nn.Module) -> None:
-        """Give a layer that is called again its weights again, lazy."""
-        if path not in self.spare:
-            modules = dict(self.build().named_modules())
-            self.spare = {path: modules[path] for path in self.layers}
-        fresh = self.spare.pop(path)
-        for (_, module), (_, source) in zip(
-            layer.named_modules(), fresh.named_modules(), strict=True
-        ):
-            for name in _weights_of(source):
-                module[name] = source[name]
 
     def _measure_weights(self, leaders: Iterable[str]) -> None:
         """Add up the columns of groups that were not measured before."""
@@ -291,35 +233,6 @@ def column_energy(weight: mx.array) -> np.ndarray:
     return total
 
 
-def _intercept(module: nn.Module, around: Call) -> None:
-    """Let ``around(call, ...)`` run wherever this one module is called.
-
-    Its class becomes a subclass of what it was, so attributes and isinstance checks stay.
-    """
-    kind: Any = type(module)
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(partial(kind.__call__, self), *args, **kwargs)
-
-    body = {"__call__": __call__, "__module__": __name__}
-    module.__class__ = type(kind.__name__, (kind,), body)
-
-
-def _layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Paths of the decoder layers: whatever ends in the first number of some module's path."""
-    found: dict[str, None] = {}
-    for path in modules:
-        parts = path.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if number is not None:
-            found.setdefault(".".join(parts[: number + 1]))
-    return [path for path in found if path in modules]
-
-
-def _is_in(path: str, layer: str) -> bool:
-    return path == layer or path.startswith(f"{layer}.")
-
-
 def _without_number(path: str) -> str | None:
     """A path without the last number in it; None if that is the decoder layer's, or none."""
     parts = path.split(".")
@@ -328,20 +241,6 @@ def _without_number(path: str) -> str | None:
         return None
     del parts[numbers[-1]]
     return ".".join(parts)
-
-
-def _weights_of(module: nn.Module) -> list[str]:
-    """Names of a module's own parameters."""
-    return [
-        name
-        for name, value in module.items()
-        if isinstance(value, mx.array) and not name.startswith("_")
-    ]
-
-
-def _no_product(rows: int, x: mx.array) -> mx.array:
-    """What takes the place of a head's output: zeros, and not even those are ever computed."""
-    return mx.zeros((*x.shape[:-1], rows), x.dtype)
 
 
 def _float64(array: mx.array) -> np.ndarray:
