@@ -3,7 +3,7 @@
 #
 #     bash scripts/quickstart.sh [QUESTION]
 #
-# Uses .venv and models/ in this folder, and does only what is not done yet. Needs about 2 GB of
+# Uses .venv and models/ in this folder, and does only what is not done yet. Needs about 1 GB of
 # disk space and no GPU; with one, MLX uses it (TURBOQUANT_BACKEND=cpu for the processor).
 set -euo pipefail
 
