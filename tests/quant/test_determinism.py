@@ -20,6 +20,7 @@ for spec in (
     QuantSpec(bits=3, rotation_block=192, qjl=True),
     QuantSpec(bits=6, group_size=32, scale_layout="log8", rotation_block=64),
     QuantSpec(code="ternary", rotation_block=192),
+    QuantSpec(bits=3, window_bits=8, group_size=192, rotation_block=192),
 ):
     for name, a in quantize_weight(w, spec).arrays().items():
         print(name, hashlib.sha256(np.array(a).tobytes()).hexdigest())
@@ -52,5 +53,5 @@ def expected() -> str:
     ids=str,
 )
 def test_another_process_makes_the_same_bytes(expected, environment):
-    assert expected.count("\n") == 7 + 4 + 4
+    assert expected.count("\n") == 7 + 4 + 4 + 4
     assert output(**environment) == expected

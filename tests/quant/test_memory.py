@@ -38,6 +38,16 @@ def test_numpy_quantizing_holds_only_the_result_and_a_few_chunks(stack, threads)
     assert mx.get_peak_memory() - before < made.nbytes + MB
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_trellis_search_holds_a_few_sections(stack, threads):
+    spec = QuantSpec(bits=3, window_bits=8, group_size=512, rotation_block=512)
+    tracemalloc.start()
+    made = quantize_weight(stack[:4], spec, threads=threads, backend="numpy")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < made.nbytes + 4 * made.scales.size + 30 * MB * threads
+
+
 def test_mlx_quantizing_holds_a_few_blocks(monkeypatch, stack):
     monkeypatch.setattr(packed_module, "BLOCK_BYTES", MB)
     w = stack[:4]

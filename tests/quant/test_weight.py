@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from turboquant_mlx.errors import QuantizationError
-from turboquant_mlx.quant import decode, encode, packed
+from turboquant_mlx.quant import decode, encode, packed, viterbi
 from turboquant_mlx.quant.rotation import random_signs, rotate
 from turboquant_mlx.quant.spec import QuantSpec
 from turboquant_mlx.quant.weight import (
@@ -45,6 +45,9 @@ SPECS = [
     QuantSpec(bits=8, rotation_block=64),
     QuantSpec(code="ternary", group_size=32, rotation_block=192),
     QuantSpec(code="ternary", scale_layout="log8", rotation_block=192),
+    QuantSpec(bits=3, window_bits=8, group_size=192, rotation_block=192),
+    QuantSpec(bits=2, window_bits=8, tile=64, scale_layout="log8", rotation_block=192),
+    QuantSpec(bits=4, window_bits=8, group_size=576, rotation_block=192, qjl=True),
     QuantSpec(bits=3, rotation_block=192, qjl=True),
 ]
 
@@ -342,7 +345,7 @@ def test_absurdly_large_values_are_reported(backend):
         (mx.zeros((4, 64), mx.int32), QuantSpec(), {}, "m is .*int32, not a"),
         (mx.zeros((4, 64)), QuantSpec(rotation_block=36), {}, "m: a rotation block of 36"),
         (mx.zeros((4, 64)), QuantSpec(rotation_block=128), {}, "m: .* 128 does not divide"),
-        (mx.zeros((4, 64)), QuantSpec(window_bits=8), {}, "m: a plain code has no 8-bit window"),
+        (mx.zeros((4, 64)), QuantSpec(window_bits=7), {}, "m: no trellis code of 3 bits with a"),
         (mx.zeros((4, 64)), QuantSpec(), {"multiplier": np.ones(63)}, r"m: .*shape \(63,\)"),
         (mx.zeros((4, 64)), QuantSpec(), {"multiplier": np.zeros(64)}, "m: .* zeros"),
         (mx.zeros((4, 64)), QuantSpec(), {"multiplier": np.full(64, 1e9)}, "m: .* beyond float16"),
@@ -362,7 +365,8 @@ def test_what_cannot_be_quantized_is_refused_by_name(w, spec, options, message):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_both_back_ends_make_the_same_weight(spec):
+def test_both_back_ends_make_the_same_weight(spec, monkeypatch):
+    monkeypatch.setitem(viterbi.SECTION, "mlx", viterbi.SECTION["numpy"])
     w = weight(40, WIDTH)
     a = quantize_weight(w, spec, backend="numpy")
     b = quantize_weight(w, spec, backend="mlx")
@@ -375,7 +379,7 @@ def test_both_back_ends_make_the_same_weight(spec):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_do_not_change_a_byte(threads):
     w = weight(3, 250, WIDTH)
-    for spec in (SPECS[0], SPECS[-1]):
+    for spec in (SPECS[0], SPECS[8], SPECS[-2], SPECS[-1]):
         expected = contents(quantize_weight(w, spec))
         assert contents(quantize_weight(w, spec, threads=threads)) == expected
     made = quantize_weight(w, SPECS[-1])

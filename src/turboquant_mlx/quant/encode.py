@@ -16,11 +16,13 @@ from .packing import pack_codes, pack_trits
 from .rotation import hadamard_columns, rotate
 from .scales import search_scales
 from .spec import QuantSpec
-from .threads import for_each
+from .threads import for_each, usable_cpus
+from .trellis import search_trellis
 
 TASK_ROWS = 128  # rows of one piece of work: long enough to vectorise over
 LARGEST = 1e30  # in the stored domain: squares, scales and tables stay far from overflow
 CHUNK_VALUES = 1 << 17  # weights that one thread holds in float32 at a time
+ROWS_VALUES = 1 << 19  # the same for codes that need whole rows
 
 
 @dataclass
@@ -45,9 +47,22 @@ class Job:
     scales: np.ndarray  # float32 [rows, I / group_size], filled in place
     sketch: Sketch | None = None
 
+    def search(self, groups: Any) -> tuple[Any, Any]:
+        """Scales [n, 1, r] and table indices [n, g, r] of groups [n, g, r], NumPy or MLX.
+
+        For a trellis code the n groups must be those of whole rows.
+        """
+        if self.spec.is_trellis:
+            return search_trellis(groups, self.levels, self.spec)
+        return search_scales(groups, self.levels, self.spec.scale_layout)
+
     def pack(self, idx: Any) -> Any:
-        """Pack indices, NumPy or MLX."""
-        return pack_trits(idx) if self.spec.code == "ternary" else pack_codes(idx, self.spec.bits)
+        """Pack table indices, NumPy or MLX."""
+        if self.spec.code == "ternary":
+            return pack_trits(idx)
+        if self.spec.is_trellis:  # the rest of a window are the codes that follow
+            idx = idx & ((1 << self.spec.bits) - 1)
+        return pack_codes(idx, self.spec.bits)
 
     def bad_values(self) -> QuantizationError:
         return QuantizationError(f"{self.name} has values that are not finite or exceed 1e30")
@@ -62,8 +77,23 @@ def encode_numpy(job: Job, weight: mx.array, threads: int | None = None) -> None
         weight = weight.view(mx.uint16)
     mx.eval(weight)
     source = np.array(weight, copy=False)
-    starts = range(0, source.shape[0], TASK_ROWS)
-    for_each(lambda start: _encode_rows(job, source, start), starts, threads)
+    pieces = _pieces(job, source.shape[0], threads or usable_cpus())
+    for_each(lambda i: _encode_rows(job, source, pieces[i]), range(len(pieces)), threads)
+
+
+def _pieces(job: Job, n_rows: int, threads: int) -> list[slice]:
+    """Rows that are encoded together.
+
+    A row's codes do not depend on them. The search for a trellis code makes many small steps, which
+    pay for many rows at once, but a small weight should still keep all threads busy.
+    """
+    if not job.spec.is_trellis:
+        return [slice(i, min(i + TASK_ROWS, n_rows)) for i in range(0, n_rows, TASK_ROWS)]
+    most = max(1, min(2 * TASK_ROWS, ROWS_VALUES // job.width))
+    count = -(-n_rows // most)
+    if count % threads:
+        count = max(count, min(count + threads - count % threads, n_rows // 64))
+    return [slice(n_rows * i // count, n_rows * (i + 1) // count) for i in range(count)]
 
 
 def _load_columns(source: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
@@ -81,15 +111,15 @@ def chunks(width: int, unit: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + step, width))
 
 
-def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
-    """Quantize up to TASK_ROWS rows from ``start``; vectors run along the rows."""
+def _encode_rows(job: Job, source: np.ndarray, rows: slice) -> None:
+    """Quantize some rows; vectors run along the rows."""
     spec, g, sketch = job.spec, job.spec.group_size, job.sketch
-    rows = slice(start, min(start + TASK_ROWS, source.shape[0]))
     n = rows.stop - rows.start
+    unit = job.width if spec.is_trellis else math.lcm(spec.rotation_block, g)
     idx = np.empty((n, job.width), np.uint8)
     signs = np.empty((n, job.width if sketch else 0), np.uint8)
     squares = np.zeros(n, np.float64)
-    for columns in chunks(job.width, math.lcm(spec.rotation_block, g), n):
+    for columns in chunks(job.width, unit, n):
         x = _load_columns(source, rows, columns)
         with np.errstate(over="ignore", invalid="ignore"):  # reported just below
             x *= job.inverse_multiplier[columns, None]
@@ -98,7 +128,7 @@ def _encode_rows(job: Job, source: np.ndarray, start: int) -> None:
         if not (np.abs(x) < LARGEST).all():
             raise job.bad_values()
         groups = x.reshape(-1, g, n)
-        scale, best = search_scales(groups, job.levels, spec.scale_layout)
+        scale, best = job.search(groups)
         job.scales[rows, columns.start // g : columns.stop // g] = scale[:, 0].T
         idx[:, columns] = best.reshape(-1, n).T
         if sketch:
@@ -130,8 +160,13 @@ def encode_mlx(job: Job, weight: mx.array, threads: int | None = None) -> None:
         # Checked before the search, which would turn a NaN into an index outside its table.
         if not (mx.abs(x) < LARGEST).all().item():
             raise job.bad_values()
-        groups = x.reshape(-1, g, 1)
-        scale, idx = search_scales(groups, job.levels, spec.scale_layout)
+        if spec.is_trellis:  # rows last: they are searched side by side
+            scale, idx = job.search(x.T.reshape(-1, g, n))
+            scale, idx = scale.reshape(-1, n).T, idx.reshape(width, n).T
+        else:
+            scale, idx = job.search(x.reshape(-1, g, 1))
+        groups, idx = x.reshape(-1, g, 1), idx.reshape(-1, g, 1)
+        scale = scale.reshape(-1, 1, 1)
         scales, codes = scale.reshape(n, width // g), job.pack(idx.reshape(n, width))
         mx.eval(scales, codes)
         job.scales[rows] = np.array(scales, copy=False)

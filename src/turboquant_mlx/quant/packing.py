@@ -141,7 +141,7 @@ def _unpack_windows(words: Array, bits: int, n: int, window_bits: int, tile: int
         raise QuantizationError(f"tiles of {tile} codes do not divide a row of {n}")
     tiles = n // stretch
     stream = words.reshape(*lead, tiles, words.shape[-1] // tiles)
-    stream = _view(xp, _append_wrap(xp, stream, stretch * bits, window_bits - bits), xp.uint8)
+    stream = _view(xp, close_stream(stream, stretch * bits, window_bits - bits), xp.uint8)
 
     eights = -(-stretch // 8)
     mask = _u64(xp, (1 << window_bits) - 1)
@@ -157,11 +157,16 @@ def _unpack_windows(words: Array, bits: int, n: int, window_bits: int, tile: int
     return whole[..., :stretch].reshape(*lead, n)
 
 
-def _append_wrap(xp: ModuleType, stream: Array, n_bits: int, extra: int) -> Array:
+def close_stream(stream: Array, n_bits: int, extra: int) -> Array:
     """Repeat the first ``extra`` (at most 15) bits of a stretch of ``n_bits`` behind its last bit.
 
-    Returns four words more than were given, so that reads of eight bytes stay inside.
+    Args:
+        stream: uint32 [..., words], NumPy or MLX.
+
+    Returns:
+        uint32, four words more than were given, so that reads of eight bytes stay inside.
     """
+    xp = array_module(stream)
     n_words = stream.shape[-1]
     last_bits = n_bits - (n_words - 1) * WORD_BITS
     last = stream[..., n_words - 1] & xp.array((1 << last_bits) - 1, dtype=xp.uint32)

@@ -142,13 +142,14 @@ def _sum(x: Array) -> Array:
     return x.sum(axis=1, keepdims=True)
 
 
-def _reciprocal(xp: Any, x: Array) -> Array:
+def reciprocal(xp: Any, x: Array) -> Array:
     """1 / x where x > 0, else 0."""
     positive = x > 0
     return positive / xp.where(positive, x, xp.ones_like(x))
 
 
-def _lookup(xp: Any, table: Array, index: Array) -> Array:
+def lookup(xp: Any, table: Array, index: Array) -> Array:
+    """table[index], for indices that are known to be in range."""
     if xp is np:
         return table.take(index, mode="clip")
     return xp.take(table, index)
@@ -162,11 +163,11 @@ def _floor_index(xp: Any, position: Array, size: int) -> Array:
 
 def _nearest(xp: Any, t: _Table, x: Array, scale: Array) -> Array:
     """uint8 index of the level nearest to x / scale: the number of borders below it."""
-    z = x * _reciprocal(xp, scale)
+    z = x * reciprocal(xp, scale)
     if len(t.borders) >= _COMPARE_LEVELS:
         cell = _floor_index(xp, z * t.step + t.offset, t.cells)
-        above = z > _lookup(xp, t.border, cell)
-        return _lookup(xp, t.below, cell) + above.astype(xp.uint8)
+        above = z > lookup(xp, t.border, cell)
+        return lookup(xp, t.below, cell) + above.astype(xp.uint8)
     if xp is not np:
         return sum((z > b).astype(xp.uint8) for b in t.borders)
     above = np.empty(z.shape, np.bool_)
@@ -179,12 +180,12 @@ def _nearest(xp: Any, t: _Table, x: Array, scale: Array) -> Array:
 
 def _refit(xp: Any, t: _Table, x: Array, idx: Array) -> Array:
     """The least-squares scale of given indices."""
-    q = _lookup(xp, t.levels, idx)
-    return xp.maximum(_sum(x * q), 0.0) * _reciprocal(xp, _sum(q * q))
+    q = lookup(xp, t.levels, idx)
+    return xp.maximum(_sum(x * q), 0.0) * reciprocal(xp, _sum(q * q))
 
 
 def _error(xp: Any, t: _Table, x: Array, idx: Array, scale: Array) -> Array:
-    d = x - _lookup(xp, t.levels, idx) * scale
+    d = x - lookup(xp, t.levels, idx) * scale
     return _sum(d * d)
 
 
@@ -192,7 +193,7 @@ def _best_start(xp: Any, t: _Table, y: Array) -> Array:
     """The best refitted scale over the ladder, for magnitudes y; 0 for an all-zero group."""
     n, g, r = y.shape
     rms = xp.sqrt(_sum(y * y) * (1.0 / g))
-    position = y * (_reciprocal(xp, rms) * t.bin_step)
+    position = y * (reciprocal(xp, rms) * t.bin_step)
     counts = _histograms(xp, _floor_index(xp, position, t.bins), t)
     sums = (counts @ t.ladder).reshape(-1, t.ladder.shape[1])[: n * r]
     half = t.starts
@@ -202,7 +203,7 @@ def _best_start(xp: Any, t: _Table, y: Array) -> Array:
     # All weights in the last bin have the outermost level, so what lies beyond it adds exactly.
     beyond = _sum(xp.maximum(position - (t.bins - 0.5), 0.0)).reshape(n * r, 1)
     yq = yq + beyond * (float(t.levels[-1]) / t.bin_step)
-    fit = yq * _reciprocal(xp, qq)
+    fit = yq * reciprocal(xp, qq)
     winner = xp.argmax(yq * fit, axis=1)[:, None]
     fit = xp.take_along_axis(fit, winner, axis=1).astype(xp.float32)
     return fit.reshape(n, 1, r) * rms
@@ -240,12 +241,12 @@ def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Arr
     """
     xp = array_module(x)
     t = _table(levels.tobytes(), x.shape[1], xp is not np)
-    unit, inverse = _power_of_two(xp, xp.abs(x).max(axis=1, keepdims=True))
+    unit, inverse = power_of_two(xp, xp.abs(x).max(axis=1, keepdims=True))
     x = x * inverse  # exact; now no square can leave the range of float32
     scale = _best_start(xp, t, xp.abs(x))
     scale = _refit(xp, t, x, _nearest(xp, t, x, scale))
 
-    best_scale, *others = _stored_candidates(xp, scale, layout)
+    best_scale, *others = stored_candidates(xp, scale, layout)
     best_idx = _nearest(xp, t, x, best_scale)
     if others:
         best_error = _error(xp, t, x, best_idx, best_scale)
@@ -259,7 +260,7 @@ def search_scales(x: Array, levels: np.ndarray, layout: str) -> tuple[Array, Arr
     return best_scale * unit, best_idx
 
 
-def _power_of_two(xp: Any, largest: Array) -> tuple[Array, Array]:
+def power_of_two(xp: Any, largest: Array) -> tuple[Array, Array]:
     """The power of two next below each value and its inverse; both 0 for values under _TINY."""
     exponent = largest.view(xp.uint32) >> xp.array(23, dtype=xp.uint32)
     exponent = xp.minimum(exponent, xp.array(253, dtype=xp.uint32))  # or the inverse underflows
@@ -269,7 +270,7 @@ def _power_of_two(xp: Any, largest: Array) -> tuple[Array, Array]:
     return unit.view(xp.float32) * keep, inverse.view(xp.float32) * keep
 
 
-def _stored_candidates(xp: Any, scale: Array, layout: str) -> list[Array]:
+def stored_candidates(xp: Any, scale: Array, layout: str) -> list[Array]:
     """Storable scales near the wanted ones, the nearest first; zero stays zero."""
     if layout == "float16":
         return [_round_to_half(xp, scale)]
@@ -296,7 +297,7 @@ def _log8_value(xp: Any, position: Array) -> Array:
     """float32 2**(position / 16): a correctly rounded root times an exact power of two."""
     roots = xp.array(np.exp2(np.arange(LOG8_STEPS) / LOG8_STEPS).astype(np.float32))
     octave = position >> xp.array(4, dtype=xp.int32)
-    root = _lookup(xp, roots, position - octave * LOG8_STEPS)
+    root = lookup(xp, roots, position - octave * LOG8_STEPS)
     power = ((octave + 127) << xp.array(23, dtype=xp.int32)).view(xp.float32)
     return root * power
 
@@ -341,4 +342,4 @@ def decode_scales(stored: Array, layout: str) -> Array:
     xp = array_module(stored)
     if layout == "float16":
         return stored.astype(xp.float32)
-    return _lookup(xp, xp.array(log8_table()), stored)
+    return lookup(xp, xp.array(log8_table()), stored)

@@ -71,6 +71,11 @@ class QuantSpec:
             raise QuantizationError(f"rotation block {self.rotation_block} is not positive")
 
     @property
+    def is_trellis(self) -> bool:
+        """Whether neighbouring weights share bits of the stream."""
+        return self.window_bits > self.bits
+
+    @property
     def table_size(self) -> int:
         """Entries of the table of values."""
         return 3 if self.code == "ternary" else 1 << self.window_bits

@@ -11,6 +11,7 @@ byte. On the CPU blocks are spread over threads and computed by NumPy, elsewhere
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,8 @@ from .packed import PackedWeight
 from .rotation import check_block, random_signs
 from .scales import encode_scales, table_exponent
 from .spec import QuantSpec
+from .trellis import check_trellis
+from .trellis_table import trellis_table
 
 __all__ = [
     "PackedWeight",
@@ -36,11 +39,14 @@ __all__ = [
 
 ArrayLike = Any  # mx.array or np.ndarray
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-_ENCODERS = {"numpy": encode_numpy, "mlx": encode_mlx}
+Encoder = Callable[[Job, mx.array, int | None], None]
+_ENCODERS: dict[str, Encoder] = {"numpy": encode_numpy, "mlx": encode_mlx}
 
 
 def code_levels(spec: QuantSpec) -> np.ndarray:
-    """The table of a plain code for N(0, 1): float32 [2**bits], or [3] for ternary."""
+    """The table of a code for N(0, 1): float32 [2**window_bits], or [3] for ternary."""
+    if spec.is_trellis:
+        return trellis_table(spec.bits)
     return ternary() if spec.code == "ternary" else lloyd_max(spec.bits)
 
 
@@ -55,12 +61,13 @@ def quantize_weight(
     name: str | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    encode: Encoder | None = None,
 ) -> PackedWeight:
     """Quantize one weight.
 
     Args:
         weight: [O, I] or [E, O, I]; float32, float16 or bfloat16.
-        spec: the code. Trellis codes (window_bits > bits) have an encoder of their own.
+        spec: the code; of trellis codes (window_bits > bits) those that ``check_trellis`` knows.
         multiplier: [I], no zeros; stored as float16. Default: ``random_signs(I, seed, label)``.
         qjl_multiplier: [I] of +-1. Default: ``random_signs(I, seed, label + ".qjl")``.
         seed: of the random signs.
@@ -68,6 +75,8 @@ def quantize_weight(
         name: the tensor's name in errors, default ``label``.
         threads: CPU threads, default all that the process may use. Never changes the result.
         backend: "numpy" or "mlx"; default NumPy on the CPU, MLX elsewhere.
+        encode: what chooses codes and scales instead, given the job, the weight [rows, I] and the
+            number of threads.
 
     Returns:
         The packed weight, evaluated.
@@ -97,7 +106,8 @@ def quantize_weight(
             codes=np.empty((rows, -(-width // 32)), np.uint32),
             norms=np.empty(rows, np.float32),
         )
-    _ENCODERS[backend or default_backend()](job, weight.reshape(rows, width), threads)
+    encode = encode or _ENCODERS[backend or default_backend()]
+    encode(job, weight.reshape(rows, width), threads)
 
     exponent = table_exponent(float(job.scales.max()))
     scales = encode_scales(job.scales, spec.scale_layout, exponent)
@@ -130,9 +140,9 @@ def _check(weight: mx.array, spec: QuantSpec, name: str) -> None:
         raise QuantizationError(
             f"{name} is {weight.shape[-1]} wide, not a multiple of the group size {spec.group_size}"
         )
-    if spec.window_bits != spec.bits:
-        raise QuantizationError(f"{name}: a plain code has no {spec.window_bits}-bit window")
     try:
+        if spec.is_trellis:
+            check_trellis(spec, weight.shape[-1])
         check_block(weight.shape[-1], spec.rotation_block)
     except QuantizationError as e:
         raise QuantizationError(f"{name}: {e.message}") from None
