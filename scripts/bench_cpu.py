@@ -105,12 +105,9 @@ def measure(args: argparse.Namespace) -> dict:
     started = time.perf_counter()
     mx.eval(model(mx.array(prompt[:8])[None]))
     warm_up = time.perf_counter() - started
-    last = None
     # no stop token: every run generates the same number of tokens
     tokenizer._eos_token_ids = set()
-    for last in stream_generate(model, tokenizer, prompt, max_tokens=args.generate_tokens):
-        pass
-    assert last is not None
+    *_, last = stream_generate(model, tokenizer, prompt, max_tokens=args.generate_tokens)
     return {
         "prompt_tokens": args.prompt_tokens,
         "generated_tokens": last.generation_tokens,
