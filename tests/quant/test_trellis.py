@@ -5,8 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from turboquant_mlx.errors import QuantizationError
 from turboquant_mlx.quant import viterbi
@@ -96,16 +94,12 @@ def test_windows_are_those_of_the_stream(bits, array, n, lanes, tile):
     np.testing.assert_array_equal(through_the_stream(windows, bits, tile), windows)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    bits=st.sampled_from(TRELLIS_BITS),
-    n=st.integers(4, 90),
-    lanes=st.integers(1, 5),
-    seed=st.integers(0, 2**32 - 1),
-    size=st.sampled_from([0.0, 0.01, 1.0, 50.0]),
-)
-def test_any_values_become_a_stream(bits, n, lanes, seed, size):
-    x = normal(n, lanes, seed=seed) * np.float32(size)
+@pytest.mark.parametrize("seed", range(40))
+def test_any_values_become_a_stream(seed):
+    rng = np.random.default_rng(seed)
+    bits = int(rng.choice(TRELLIS_BITS))
+    n, lanes = int(rng.integers(4, 90)), int(rng.integers(1, 6))
+    x = normal(n, lanes, seed=seed) * rng.choice(np.float32([0.0, 0.01, 1.0, 50.0]))
     windows = best_windows(x, trellis(bits))
     np.testing.assert_array_equal(through_the_stream(windows, bits), windows)
 
