@@ -48,9 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             convert(args.model, folder, bits)
             rows[f"ours {bits}-bit"] = run(args, folder, "ours", args.prompt_tokens)
     stock = rows["stock bf16"]
-    print(
-        f"{'':14}{'prefill':>10}{'ratio':>8}{'decode':>10}{'ratio':>8}{'warm-up':>9}{'peak RSS':>10}"
-    )
+    columns = {"prefill": 10, "ratio": 8, "decode": 10, "ratio ": 8, "warm-up": 9, "peak RSS": 10}
+    print(" " * 14 + "".join(f"{name.strip():>{width}}" for name, width in columns.items()))
     for name, row in rows.items():
         row["prefill_ratio"] = row["prefill_tokens_per_s"] / stock["prefill_tokens_per_s"]
         row["decode_ratio"] = row["decode_tokens_per_s"] / stock["decode_tokens_per_s"]
