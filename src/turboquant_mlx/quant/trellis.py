@@ -23,7 +23,7 @@ from .viterbi import best_windows, make_trellis
 Array = Any  # np.ndarray or mx.array
 
 # From this group size on, a second search gains less than 1 %.
-_LARGE_GROUP = 128
+LARGE_GROUP = 128
 
 
 def check_trellis(spec: QuantSpec, width: int) -> None:
@@ -41,7 +41,7 @@ def check_trellis(spec: QuantSpec, width: int) -> None:
 
 def searches(spec: QuantSpec) -> int:
     """How often the rows of a weight are searched."""
-    return 1 if spec.group_size >= _LARGE_GROUP else 2
+    return 1 if spec.group_size >= LARGE_GROUP else 2
 
 
 def search_trellis(x: Array, levels: Any, spec: QuantSpec) -> tuple[Array, Array]:
