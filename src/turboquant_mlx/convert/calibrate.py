@@ -25,7 +25,7 @@ PIECES = 4
 PIECE_TOKENS = 256
 """Text of one pass: the statistics of 512 tokens are as good as those of many more."""
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 8 * 2**20
 """Float32 bytes of a weight that are squared and summed at a time."""
 
 
@@ -59,13 +59,28 @@ class _CannotRunError(Exception):
     """The text and the model do not go together."""
 
 
-def text_tokens(tokenizer: Any, text: str, vocabulary: int | None) -> np.ndarray:
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """What the model's tokenizer puts before every text: its begin token, or nothing."""
+    begin = getattr(tokenizer, "bos_token_id", None)
+    # some tokenizers name a begin token that their models are never given
+    return [begin] if begin is not None and list(tokenizer.encode("a"))[:1] == [begin] else []
+
+
+def text_tokens(
+    tokenizer: Any,
+    text: str,
+    vocabulary: int | None,
+    pieces: int = PIECES,
+    length: int = PIECE_TOKENS,
+) -> np.ndarray:
     """A sample of a text as the model sees it, each piece after the begin token if there is one.
 
     Args:
         tokenizer: of the model.
         text: any text.
         vocabulary: number of token ids that the model knows, None if unknown.
+        pieces: how many pieces to take.
+        length: tokens of each; fewer where the text is too short for that many.
 
     Returns:
         int32 [pieces, length].
@@ -73,11 +88,9 @@ def text_tokens(tokenizer: Any, text: str, vocabulary: int | None) -> np.ndarray
     Raises:
         OptionError: the text is too short.
     """
-    begin = getattr(tokenizer, "bos_token_id", None)
-    # some tokenizers name a begin token that their models are never given
-    lead = [begin] if begin is not None and list(tokenizer.encode("a"))[:1] == [begin] else []
+    lead = begin_tokens(tokenizer)
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    body = sample_tokens(encode, text, PIECES, PIECE_TOKENS - len(lead))
+    body = sample_tokens(encode, text, pieces, length - len(lead))
     sample = np.hstack([np.tile(np.array(lead, np.int32), (len(body), 1)), body])
     if vocabulary is not None and sample.max() >= vocabulary:
         raise _CannotRunError(
@@ -119,18 +132,21 @@ def measure_channels(
     except TurboQuantError:
         raise
     except Exception as error:  # whatever the model's code, or the tokenizer's, raises
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, _CannotRunError):
-            reason = f"{type(error).__name__}: {reason}"
         return Statistics(
             warnings=[
                 "channels are not balanced, which costs much quality: this model cannot be run "
-                f"({reason})"
+                f"({describe(error)})"
             ]
         )
     finally:
         # modules and what was attached to them refer to each other
         gc.collect()
+
+
+def describe(error: Exception) -> str:
+    """Why a model cannot run, on one line."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if isinstance(error, _CannotRunError) else f"{type(error).__name__}: {reason}"
 
 
 class _Pass(LayerPass):

@@ -90,6 +90,14 @@ class CpuMatrix:
             out += y[:, start:stop] @ rows
         return out
 
+    def release(self) -> None:
+        """Let go of the matrix and of what it is made from, for good; it cannot be used again.
+
+        The product refers back to the matrix, so without this both would live until the next
+        garbage collection.
+        """
+        del self._expand, self._dense
+
     def __call__(self, x: mx.array) -> mx.array:
         """``x W^T`` over the last axis of ``x``, in the dtype of ``x``."""
         return self._product(x)

@@ -68,6 +68,8 @@ class ExpandedWeight:
 
     def drop(self) -> None:
         """Forget the matrix and the arrays that it was made from."""
+        if self._matrix is not None:
+            self._matrix.release()
         self._matrix = self._seen = None
 
     def __getstate__(self) -> dict:
@@ -97,6 +99,8 @@ class ExpandedExperts:
 
     def drop(self) -> None:
         """Forget the matrices and the arrays that they were made from."""
+        for matrix in self._matrices.values():
+            matrix.release()
         self._matrices, self._seen = {}, None
 
     def __getstate__(self) -> dict:
