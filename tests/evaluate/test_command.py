@@ -21,6 +21,7 @@ from turboquant_mlx.checkpoint.loader import load_model, load_tokenizer
 from turboquant_mlx.evaluate import candidates, pipeline, scorer
 from turboquant_mlx.evaluate.command import main
 from turboquant_mlx.evaluate.text import make_chunks
+from turboquant_mlx.kernels.dispatch import force_backend
 
 PREDECESSOR = Path(__file__).parents[1] / "fixtures" / "predecessor" / "dense-3bit-g64"
 ONE = ("--bits", "3", "--no-affine", "--no-qjl", "--no-noise-floor")
@@ -102,6 +103,17 @@ def test_the_divergence_is_that_of_the_two_models(quickly, source, converted, te
     np.testing.assert_allclose(row["chunk_nll"], surprise, rtol=1e-4)
     assert row["top1"] == pytest.approx(right / 141, abs=0.01)
     assert row["kl_mean"] == pytest.approx(np.mean(means), rel=2e-3)
+
+
+def test_a_gpu_would_give_the_same(quickly, tmp_path):
+    """Without our CPU back-end: MLX's own layers and the packed layers' portable path."""
+    flags = ("--cache-dir", tmp_path / "cache")
+    ours = quickly()
+    with force_backend("portable"):
+        rows = quickly(*flags).rows
+    for name, row in ours.rows.items():
+        np.testing.assert_allclose(rows[name]["chunk_kl"], row["chunk_kl"], rtol=2e-3)
+        np.testing.assert_allclose(rows[name]["chunk_nll"], row["chunk_nll"], rtol=1e-4)
 
 
 def test_a_folder_scores_as_the_same_conversion_on_the_fly(evaluate, converted, source):

@@ -41,6 +41,7 @@ def test_each_option_has_its_rows():
         "TurboQuant 3-bit --attn-bits 4",
     ]
     assert names(compare=("some/where/smol-3bit", "owner/name")) == ["smol-3bit", "name"]
+    assert names(compare=("x/model", "y/model", "z/other")) == ["x/model", "y/model", "other"]
     assert names(compare=("a",), bits=(3,), affine=False, qjl=False) == ["TurboQuant 3-bit", "a"]
 
 

@@ -97,10 +97,10 @@ def list_candidates(options: EvaluateOptions) -> list[Candidate]:
             rows.append(
                 Candidate(f"{name} {variant}", "turboquant", bits, given.get("group_size"), given)
             )
-    rows += [
-        Candidate(Path(path).name or path, "folder", path=path)
-        for path in map(str, options.compare)
-    ]
+    short = [Path(path).name for path in options.compare]
+    for path, name in zip(options.compare, short, strict=True):
+        name = name if name and short.count(name) == 1 else path
+        rows.append(Candidate(name, "folder", path=path))
     return rows
 
 

@@ -66,6 +66,7 @@ class EvaluateOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compare", tuple(map(str, self.compare)))
         for name in ("bits", "variants", "compare"):
             value = getattr(self, name)
             if value is not None:

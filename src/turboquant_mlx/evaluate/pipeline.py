@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from .. import __version__
 from ..checkpoint.loader import is_turboquant
 from ..checkpoint.source import Folder, inspect_folder, resolve
@@ -153,6 +155,7 @@ class _Run:
 
     def score_noise_floor(self) -> None:
         """The 16-bit model with 16-bit activations."""
+        _free_memory()
         started = time.perf_counter()
         trust = self.options.trust_remote_code
         model = load_source(self.folder.path, trust_remote_code=trust).model
@@ -163,6 +166,7 @@ class _Run:
     def score_candidates(self) -> None:
         """All other rows."""
         for position, candidate in enumerate(self.candidates):
+            _free_memory()
             started = time.perf_counter()
             try:
                 prepared = prepare(
@@ -176,7 +180,6 @@ class _Run:
             except TurboQuantError as error:
                 raise type(error)(f"{candidate.name}: {error.message}", error.hint) from error
             del prepared
-            gc.collect()  # models hold themselves through their layers
             rest = len(self.candidates) - position - 1
             self._warn_of_time(rest * (time.perf_counter() - started))
 
@@ -238,6 +241,12 @@ class _Run:
         self.report.seconds = round(time.perf_counter() - self.started, 3)
         if self.on_row is not None:
             self.on_row(self.report)
+
+
+def _free_memory() -> None:
+    """Let go of the model before: models hold themselves through their layers."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def environment() -> dict[str, Any]:

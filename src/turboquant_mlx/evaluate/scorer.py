@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from tqdm import tqdm
 
@@ -130,9 +129,7 @@ class Scorer:
             use_float32_activations(model)
         forward = forward_of(model)
         with self._bar(name) as bar:
-            summary = summarize(self._score_chunk(forward, i) for i in bar)
-        mx.clear_cache()
-        return summary
+            return summarize(self._score_chunk(forward, i) for i in bar)
 
     def _score_chunk(self, forward: Forward, index: int) -> ChunkScores:
         chunks = self.chunks
