@@ -27,6 +27,7 @@ from converting import (
     convert,
     manifest_of,
     modules_that_differ,
+    packed_weight,
     run,
     stored,
     write_model,
@@ -35,6 +36,7 @@ from turboquant_mlx.checkpoint.loader import load_model
 from turboquant_mlx.convert.command import build_parser
 from turboquant_mlx.errors import UnsupportedModelError
 from turboquant_mlx.layers.install import set_qjl
+from turboquant_mlx.quant.weight import dequantize_weight
 
 EFFECTS: dict[str, list[str]] = {}
 
@@ -352,6 +354,39 @@ def test_bits(workshop: Workshop, moe: Path, bits: int) -> None:
     assert config_of(changed)["quantization_config"]["bits"] == bits
 
 
+@shows("codec")
+def test_codec_trellis(workshop: Workshop, moe: Path) -> None:
+    base = workshop.converted(moe).folder
+    changed = workshop.converted(moe, "--codec", "trellis").folder
+    assert modules_that_differ(base, changed) == quantized(base)
+    assert {entry.window_bits for entry in manifest_of(base).modules.values()} == {3}
+    for path, entry in manifest_of(changed).modules.items():
+        assert (entry.bits, entry.window_bits) == (3, 8)
+        # one small scale for each rotation block of a row
+        assert (entry.group_size, entry.scale_layout) == (entry.rotation_block, "log8")
+        assert stored(changed)[f"{path}.table"][1] == (256,)
+    assert config_of(changed)["quantization_config"]["group_size"] in (64, 128)
+    losses = []
+    for folder in (base, changed):
+        path = "model.layers.0.self_attn.q_proj"
+        made = dequantize_weight(packed_weight(folder, path))
+        exact = arrays(moe)[f"{path}.weight"].astype(mx.float32)
+        losses.append(((made - exact).square().sum() / exact.square().sum()).item())
+    assert losses[1] < 0.85 * losses[0]
+
+
+def test_codec_and_group_size_together(workshop: Workshop, moe: Path) -> None:
+    changed = workshop.converted(moe, "--codec", "trellis", "--group-size", "32").folder
+    entries = manifest_of(changed).modules.values()
+    assert {(e.window_bits, e.group_size, e.scale_layout) for e in entries} == {(8, 32, "float16")}
+
+
+def test_ternary_experts_stay_ternary_with_a_trellis(workshop: Workshop, moe: Path) -> None:
+    base = workshop.converted(moe, "--ternary-experts").folder
+    changed = workshop.converted(moe, "--ternary-experts", "--codec", "trellis").folder
+    assert modules_that_differ(base, changed) == quantized(base) - experts(base)
+
+
 @shows("group_size")
 def test_group_size(workshop: Workshop, moe: Path) -> None:
     base = workshop.converted(moe).folder
@@ -448,6 +483,28 @@ def test_balance_text_is_what_the_channels_are_measured_on(
     done = convert(llama, tmp_path / "out", "--balance-text", str(tmp_path / "nothing.txt"))
     assert done.code == 2
     assert "nothing.txt" in done.messages[0]
+
+
+@shows("error_feedback")
+def test_error_feedback_rounds_every_layer_anew(workshop: Workshop, llama: Path) -> None:
+    base = workshop.converted(llama).folder
+    changed = workshop.converted(llama, "--error-feedback").folder
+    assert modules_that_differ(base, changed) == quantized(base)
+    assert manifest_of(base).modules == manifest_of(changed).modules
+    before, after = arrays(base), arrays(changed)
+    for name in (name for name in before if name.endswith(".multiplier")):
+        assert mx.array_equal(before[name], after[name])
+
+
+@shows("feedback_text")
+def test_feedback_text_is_what_it_is_made_for(
+    workshop: Workshop, llama: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("0 1 2 3 4 5 6 7 8 9 " * 99)
+    own = workshop.converted(llama, "--error-feedback").folder
+    changed = workshop.converted(llama, "--error-feedback", "--feedback-text", str(text)).folder
+    assert modules_that_differ(own, changed) == quantized(own)
 
 
 @shows("use_qjl")

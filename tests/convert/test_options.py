@@ -21,7 +21,8 @@ from turboquant_mlx.errors import OptionError
 
 def test_defaults() -> None:
     options = ConvertOptions()
-    assert (options.bits, options.group_size, options.rotation) == (3, 64, "hadamard")
+    assert (options.bits, options.group_size, options.rotation) == (3, None, "hadamard")
+    assert options.codec == "scalar"
     assert (options.rotation_seed, options.protect_bits) == (42, 3)
     assert (options.extras_bits, options.extras_group_size) == (4, 64)
     assert options.dtype is None
@@ -50,6 +51,7 @@ def test_options_are_frozen_and_survive_json() -> None:
         ({"bits": "3"}, "--bits 3 is not one of 2, 3, 4"),
         ({"bits": True}, "--bits True is not one of 2, 3, 4"),
         ({"group_size": 16}, "--group-size 16 is not one of 32, 64, 128"),
+        ({"codec": "vector"}, "--codec vector is not one of scalar, trellis"),
         ({"mlp_group_size": 8}, "--mlp-group-size 8 is not one of 16, 32, 64, 128"),
         ({"attn_bits": 1}, "--attn-bits 1 is not one of 2, 3, 4"),
         ({"mlp_bits": 8}, "--mlp-bits 8 is not one of 2, 3, 4"),

@@ -16,6 +16,7 @@ from turboquant_mlx.convert.recipe import (
     plan_modules,
 )
 from turboquant_mlx.errors import OptionError
+from turboquant_mlx.quant.rotation import block_size
 from turboquant_mlx.quant.spec import QuantSpec
 
 
@@ -419,6 +420,43 @@ def test_extras_reach_what_the_model_wants_treated_specially_at_the_bits_it_want
 def test_extras_respect_an_embedding_that_the_model_refuses() -> None:
     refused = ModuleInfo("model.word_embeddings", "embedding", (320, 128), predicate=False)
     assert decision([refused], refused.path, quantize_extras=True).action == "keep"
+
+
+# --- codecs ---
+
+
+def test_trellis_codes_have_one_scale_for_each_rotation_block() -> None:
+    for width, size in ((128, 128), (576, 192), (1536, 768), (4096, 1024), (2080, 32), (320, 64)):
+        module = linear("model.layers.0.mlp.down_proj", inputs=width)
+        found = decision([module], module.path, codec="trellis", bits=4)
+        block = block_size(width)
+        assert found.spec == QuantSpec(
+            bits=4, window_bits=8, group_size=size, scale_layout="log8", rotation_block=block
+        )
+        assert size == max(block, 16)
+        assert found.reason == ""
+        assert found.method == f"4-bit trellis g{size}"
+
+
+def test_a_given_group_size_holds_for_trellis_codes_too() -> None:
+    result = plan(DENSE, codec="trellis", group_size=64, mlp_group_size=128)
+    specs = {path: d.spec for path, d in result.by_path().items() if d.spec}
+    assert specs["model.layers.0.self_attn.q_proj"] == QuantSpec(
+        bits=3, window_bits=8, group_size=64, rotation_block=128
+    )
+    assert specs["model.layers.0.mlp.up_proj"].group_size == 128
+    assert specs["model.layers.0.mlp.down_proj"].group_size == 64
+    assert any("128 does not divide the width 192" in note for note in result.notices)
+
+
+def test_ternary_codes_are_never_trellis_codes() -> None:
+    ternary = decision(
+        MOE, "model.layers.0.mlp.switch_mlp.up_proj", ternary_experts=True, codec="trellis"
+    )
+    assert ternary.spec == QuantSpec(code="ternary", group_size=64, rotation_block=128)
+    other = decision(MOE, "model.layers.0.self_attn.q_proj", ternary_experts=True, codec="trellis")
+    assert other.spec is not None
+    assert other.spec.is_trellis
 
 
 # --- specs ---

@@ -100,7 +100,7 @@ def sample_tokens(
     shortest = min(map(len, found))
     if shortest * pieces < MIN_TOKENS:
         raise OptionError(
-            "the text for balancing is too short to learn from",
+            "the text is too short to learn from",
             hint=f"at least {MIN_TOKENS} tokens are needed, {pieces * length} are better",
         )
     return np.array([tokens[:shortest] for tokens in found], np.int32)

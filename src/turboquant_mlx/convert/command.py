@@ -15,6 +15,7 @@ from .. import cli
 from ..errors import OptionError
 from .options import (
     BITS,
+    CODECS,
     DTYPES,
     EXTRAS_BITS,
     EXTRAS_GROUP_SIZES,
@@ -143,13 +144,20 @@ def _add_precision(group: Any) -> None:
         help="bits per weight, before scales (default: 3)",
     )
     group.add_argument(
+        "--codec",
+        choices=CODECS,
+        help="how bits become weights (default: scalar). scalar: each weight has a code of its "
+        "own; trellis: the codes of neighbours overlap (TCQ), which loses a third less at the "
+        "same bits; converting takes about twice as long",
+    )
+    group.add_argument(
         "--group-size",
         "-g",
         type=int,
         choices=GROUP_SIZES,
-        help="consecutive weights that share one scale of 16 bits (default: 64). Where it does "
-        "not divide a layer's input width, that layer takes the next smaller size that does, "
-        "down to 16",
+        help="consecutive weights that share one scale of 16 bits (default: 64; with --codec "
+        "trellis one scale of 8 bits for each rotation block of a row). Where it does not divide "
+        "a layer's input width, that layer takes the next smaller size that does, down to 16",
     )
     group.add_argument(
         "--attn-bits",
@@ -196,6 +204,21 @@ def _add_precision(group: Any) -> None:
         metavar="FILE",
         help="UTF-8 text for that run: 512 tokens of it, in pieces spread over its first million "
         "characters (default: a mixed text that comes with this package)",
+    )
+    group.add_argument(
+        "--error-feedback",
+        action="store_true",
+        help="round for the least error of every layer's output instead of its weights' (GPTQ), "
+        "on a text that the model writes first. Worth about a fifth of what quantization loses; "
+        "takes minutes for a small model, and says how long before it starts. To write that text, "
+        "the whole 16-bit model has to fit into memory",
+    )
+    group.add_argument(
+        "--feedback-text",
+        metavar="FILE",
+        help="UTF-8 text for --error-feedback instead of the model's own: 8192 tokens of it, in "
+        "pieces spread over its first million characters. Text like that which the model is for "
+        "helps much more than any other",
     )
     group.add_argument(
         "--use-qjl",

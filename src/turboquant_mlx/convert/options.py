@@ -17,11 +17,15 @@ from ..errors import OptionError
 BITS = (2, 3, 4)
 GROUP_SIZES = (32, 64, 128)
 MLP_GROUP_SIZES = (16, 32, 64, 128)
+CODECS = ("scalar", "trellis")
 ROTATIONS = ("hadamard", "blockwise_hadamard", "none")
 DTYPES = ("float16", "bfloat16", "float32")
 TIERS = ("ternary", "2", "3", "4")
 EXTRAS_BITS = (2, 3, 4, 8)
 EXTRAS_GROUP_SIZES = (32, 64, 128)
+
+# Group size where the user gives none; a trellis code has one scale per rotation block instead.
+DEFAULT_GROUP_SIZE = 64
 
 # Far above any real model, low enough that a mistyped range does not fill the memory.
 MAX_LAYER = 9999
@@ -31,6 +35,7 @@ _NEEDS = {
     "protect_bits": "protect_expert_layers",
     "extras_bits": "quantize_extras",
     "extras_group_size": "quantize_extras",
+    "feedback_text": "error_feedback",
 }
 
 
@@ -45,7 +50,9 @@ class ConvertOptions:
 
     Attributes:
         bits: bits per weight of everything that no other option names.
-        group_size: consecutive weights of a row that share one scale.
+        group_size: consecutive weights of a row that share one scale, None for what suits the
+            codec.
+        codec: "scalar" (each weight has a code of its own) or "trellis" (neighbours share bits).
         rotation: "hadamard" (blocks as long as the width permits, at most 1024),
             "blockwise_hadamard" (blocks inside one scale group) or "none".
         rotation_seed: seed of the random signs.
@@ -53,7 +60,7 @@ class ConvertOptions:
         dtype: floating-point type to cast the model to first, None for the source's own.
         attn_bits: bits of attention (see ``roles.role_of``), None for ``bits``.
         mlp_bits: bits of MLPs and experts, None for ``bits``.
-        mlp_group_size: group size of MLPs and experts, None for ``group_size``.
+        mlp_group_size: group size of MLPs and experts, None for that of the others.
         ternary_experts: store routed experts as three values.
         expert_down_bits: bits of the experts' down projections, None for the experts' own.
         streaming: write each layer as soon as it is quantized and free it.
@@ -66,13 +73,16 @@ class ConvertOptions:
         trust_remote_code: let code that comes with the source run.
         balance: scale the input channels by what a text shows of them, see ``balance``.
         balance_text: file with that text, None for the one of the package.
+        error_feedback: round for the least error of the layers' outputs, see ``feedback``.
+        feedback_text: file with text for that, None for text that the model writes.
 
     Raises:
         OptionError: a value that is not permitted, or options that exclude or need each other.
     """
 
     bits: int = 3
-    group_size: int = 64
+    group_size: int | None = None
+    codec: str = "scalar"
     rotation: str = "hadamard"
     rotation_seed: int = 42
     use_qjl: bool = False
@@ -93,6 +103,8 @@ class ConvertOptions:
     trust_remote_code: bool = False
     balance: bool = True
     balance_text: str | None = None
+    error_feedback: bool = False
+    feedback_text: str | None = None
 
     def __post_init__(self) -> None:
         layers = self.protect_expert_layers
@@ -100,14 +112,16 @@ class ConvertOptions:
             layers = parse_layer_ranges(layers)
         object.__setattr__(self, "protect_expert_layers", tuple(layers or ()))
         object.__setattr__(self, "expert_layer_tiers", dict(self.expert_layer_tiers or {}))
-        if self.balance_text is not None:
-            object.__setattr__(self, "balance_text", str(self.balance_text))
+        for name in ("balance_text", "feedback_text"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)))
         self.validate()
 
     def validate(self) -> None:
         """Raise OptionError for a bad value or combination."""
         _one_of("bits", self.bits, BITS)
-        _one_of("group_size", self.group_size, GROUP_SIZES)
+        _one_of("group_size", self.group_size, (None, *GROUP_SIZES))
+        _one_of("codec", self.codec, CODECS)
         _one_of("rotation", self.rotation, ROTATIONS)
         _one_of("dtype", self.dtype, (None, *DTYPES))
         for name in ("attn_bits", "mlp_bits", "expert_down_bits"):
@@ -138,6 +152,16 @@ class ConvertOptions:
                 )
         if self.balance_text is not None and not self.balance:
             raise OptionError("--balance-text and --no-balance exclude each other")
+        if self.error_feedback and self.use_qjl:
+            raise OptionError(
+                "--error-feedback and --use-qjl exclude each other",
+                hint="error feedback is worth more than the bit of a sketch",
+            )
+        if self.error_feedback and self.streaming and self.feedback_text is None:
+            raise OptionError(
+                "--error-feedback with --streaming needs --feedback-text",
+                hint="the text that it uses otherwise is written by the whole model in memory",
+            )
         if self.streaming and self.dtype is not None:
             raise OptionError(
                 "--dtype is not supported together with --streaming",

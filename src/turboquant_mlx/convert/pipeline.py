@@ -11,8 +11,10 @@ instance of the model that is used up by it, one decoder layer in memory at a ti
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from ..quant.weight import quantize_weight
 from . import files
 from .balance import channel_scales, input_multiplier, load_text
 from .calibrate import measure_channels
-from .options import ConvertOptions
+from .codec_time import codec_notices
+from .feedback import Store, forecast, make_tokens, quantize_with_feedback
+from .options import DEFAULT_GROUP_SIZE, ConvertOptions
 from .recipe import Decision, ModuleInfo, Plan, plan_modules
 from .report import ConvertReport, format_bytes
 from .source_model import (
@@ -92,6 +96,8 @@ def convert(
     target = Path(mlx_path)
     check_target(target, overwrite=overwrite)
     balance_text = load_text(options.balance_text) if options.balance else None
+    own_text = options.feedback_text
+    feedback_text = load_text(own_text) if own_text is not None else None
     source = open_source(hf_path, trust_remote_code=options.trust_remote_code)
     if target.resolve() == source.folder.path.resolve():
         raise OutputError(f"{target} is the source itself", hint="choose another --mlx-path")
@@ -103,7 +109,7 @@ def convert(
     dropped = dropped_tensors(source, kept=job.mtp)
     job.explain_dropped(dropped)
     say = say or _say_nothing
-    _tell(say, [*source.notes, *plan.notices], plan.warnings)
+    _tell(say, [*source.notes, *plan.notices, *codec_notices(plan, infos)], plan.warnings)
     with (
         named_read_errors(source.folder.path),
         FolderWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer,
@@ -112,6 +118,8 @@ def convert(
         job.declare(writer)
         if balance_text is not None:
             _tell(say, *job.balance(balance_text, progress))
+        if options.error_feedback:
+            _tell(say, *job.feed_back(feedback_text, writer.path, progress, say))
         job.write(writer, progress)
         report = build_report(
             target=target,
@@ -187,6 +195,7 @@ class _Job:
                 "model type needs its plain values"
             )
         self.scales: dict[str, np.ndarray] = {}
+        self.store: Store | None = None
         self.manifest = self._build_manifest()
         self.layout = self._build_layout()
 
@@ -288,14 +297,12 @@ class _Job:
         Returns:
             notices and warnings; they are in the plan too.
         """
-        config = self.source.config
         found = measure_channels(
             self._build_again,
             self.manifest.groups(),
             self.source.tokenizer,
             text,
-            vocabulary=config.get("vocab_size")
-            or (config.get("text_config") or {}).get("vocab_size"),
+            vocabulary=self._vocabulary(),
             progress=progress,
         )
         self.plan.notices.extend(found.notices)
@@ -303,6 +310,59 @@ class _Job:
         for leader, channels in found.channels.items():
             self.scales[leader] = channel_scales(channels.input_energy, channels.weight_energy)
         return found.notices, found.warnings
+
+    def feed_back(
+        self, text: str | None, folder: Path, progress: bool, say: Say
+    ) -> tuple[list[str], list[str]]:
+        """Quantize with error feedback whatever a text, or what the model writes, reaches.
+
+        Args:
+            text: None to let the model write.
+            folder: where the layers are kept until they are written.
+            progress: show progress bars.
+            say: is told first how long it will take.
+
+        Returns:
+            notices and warnings; they are in the plan too.
+        """
+        groups, entries = self.manifest.groups(), self.manifest.modules
+        say("note", forecast(groups, entries, self.source.config, writes=text is None))
+        self.store = Store(folder / ".feedback", entries)
+        found = quantize_with_feedback(
+            self._build_again,
+            groups,
+            self._multiplier,
+            partial(
+                make_tokens,
+                self._build_again,
+                self.source.tokenizer,
+                text,
+                self._vocabulary(),
+                progress,
+            ),
+            self.store,
+            progress=progress,
+        )
+        self.plan.notices.extend(found.notices)
+        self.plan.warnings.extend(found.warnings)
+        return found.notices, found.warnings
+
+    def _vocabulary(self) -> int | None:
+        """Number of token ids that the model knows."""
+        config = self.source.config
+        return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+
+    def _multiplier(self, leader: str) -> np.ndarray:
+        """The input multiplier of a rotation group.
+
+        Signs and scales belong to the group, so that its layers can share one rotation.
+        """
+        signs = random_signs(
+            self.manifest.modules[leader].width, self.options.rotation_seed, leader
+        )
+        if self.options.rotation == "none":
+            signs = np.ones_like(signs)
+        return input_multiplier(signs, self.scales.get(leader))
 
     def _build_again(self) -> nn.Module:
         """Another lazy instance of the model that is converted, after --dtype."""
@@ -334,6 +394,8 @@ class _Job:
                 self._forget(path)
                 bar.update(sizes.get(path, 0))
         files.copy_mtp(writer, self.source.folder, self.mtp)
+        if self.store is not None:
+            self.store.close()
 
     def _make(self, path: str) -> dict[str, Any]:
         """The arrays of one module, by full tensor name."""
@@ -359,18 +421,18 @@ class _Job:
                 )
 
     def _packed(self, weight: mx.array, entry: ModuleEntry) -> dict[str, Any]:
-        # signs and scales belong to the group, so that its layers can share one rotation
-        group, seed, width = entry.rotation_group, self.options.rotation_seed, entry.width
-        signs = random_signs(width, seed, group)
-        if self.options.rotation == "none":
-            signs = np.ones_like(signs)
-        packed = quantize_weight(
-            weight,
-            entry.spec,
-            multiplier=input_multiplier(signs, self.scales.get(group)),
-            qjl_multiplier=random_signs(width, seed, f"{group}.qjl"),
-            label=entry.path,
-        )
+        group = entry.rotation_group
+        if self.store is not None and entry.path in self.store:
+            packed = self.store.take(entry.path)
+        else:
+            seed = self.options.rotation_seed
+            packed = quantize_weight(
+                weight,
+                entry.spec,
+                multiplier=self._multiplier(group),
+                qjl_multiplier=random_signs(entry.width, seed, f"{group}.qjl"),
+                label=entry.path,
+            )
         arrays = dict(packed.arrays())
         if not entry.is_leader:
             arrays.pop("multiplier")
@@ -403,6 +465,15 @@ class _Job:
         for name in [name for name, value in module.items() if isinstance(value, mx.array)]:
             module.pop(name)
 
+    def label_group_size(self) -> int:
+        """What other tools are told: the requested group size, or the most common one."""
+        if self.options.group_size is not None:
+            return self.options.group_size
+        if self.options.codec == "scalar":
+            return DEFAULT_GROUP_SIZE
+        sizes = Counter(d.spec.group_size for d in self.plan.decisions if d.spec is not None)
+        return sizes.most_common(1)[0][0]
+
     def finish(self, writer: FolderWriter, report: ConvertReport) -> None:
         """Write everything beside the weights and make the folder real."""
         config = {**self.source.config}
@@ -413,7 +484,7 @@ class _Job:
         add_stock_keys(config)
         if config.get("model_file") is not None:
             config[SOURCE_MODEL_FILE] = config["model_file"]
-        config.update(config_entries(self.manifest, self.options.bits, self.options.group_size))
+        config.update(config_entries(self.manifest, self.options.bits, self.label_group_size()))
         files.write_side_files(writer, self.source.folder, report, self.options)
         writer.commit(config, total_parameters=report.parameters)
 

@@ -13,6 +13,8 @@ Rules, in the order in which they are asked:
   floating-point formats (``_GUARDED_FOR_FP_FORMATS``).
 * Fewer than 32 inputs or outputs are not worth a rotation.
 * The group size is the requested one, or the largest smaller one that divides the input width.
+  Where none is requested, trellis codes have one 8-bit scale for each rotation block of a row:
+  finer scales gain less than their bits are worth there.
 * Modules of one parent that read the same activation form a rotation group.
 * With ``quantize_extras``, embeddings and the linears left over become MLX affine.
 """
@@ -25,9 +27,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import OptionError
-from ..quant.rotation import rotation_block
+from ..quant.rotation import block_size, rotation_block
 from ..quant.spec import GROUP_SIZES, QuantSpec
-from .options import ConvertOptions, flag
+from ..quant.trellis_table import TRELLIS_WINDOW
+from .options import DEFAULT_GROUP_SIZE, ConvertOptions, flag
 from .roles import EXPERT_DOWN, Role, layer_of, reads_block_input, role_of
 
 ModuleKind = Literal["linear", "switch", "embedding", "multi_linear", "conv", "other"]
@@ -112,6 +115,8 @@ class Decision:
         if self.spec is None:
             return "kept"
         code = "ternary" if self.spec.code == "ternary" else f"{self.spec.bits}-bit"
+        if self.spec.is_trellis:
+            code += " trellis"
         return f"{code} g{self.spec.group_size}" + (" + QJL" if self.spec.qjl else "")
 
 
@@ -165,6 +170,12 @@ def fit_group_size(width: int, requested: int) -> int | None:
     return max((size for size in sizes if width % size == 0), default=None)
 
 
+def largest_group_size(width: int) -> int | None:
+    """The length of the longest rotation block, or a group size of others where that is longer."""
+    sizes = (*GROUP_SIZES, block_size(width))
+    return max((n for n in sizes if n >= GROUP_SIZES[0] and width % n == 0), default=None)
+
+
 def fit_affine_group_size(width: int, requested: int) -> int | None:
     """``requested``, or the largest group size of MLX's affine mode that divides ``width``."""
     if width % requested == 0:
@@ -173,13 +184,29 @@ def fit_affine_group_size(width: int, requested: int) -> int | None:
 
 
 def _decide(module: ModuleInfo, role: Role, options: ConvertOptions) -> Decision:
-    requested = options.group_size
+    requested: int | None
+    wanted = options.group_size
     if role in ("mlp", "expert") and options.mlp_group_size is not None:
-        requested = options.mlp_group_size
-    group_size = fit_group_size(module.width, requested)
+        wanted = options.mlp_group_size
+    code = _code(module, role, options)
+    trellis = options.codec == "trellis" and code != "ternary"
+    by_block = trellis and wanted is None
+    if by_block:
+        requested = group_size = largest_group_size(module.width)
+    else:
+        requested = wanted or DEFAULT_GROUP_SIZE
+        group_size = fit_group_size(module.width, requested)
     kept = _reason_to_keep(module, role)
     if kept is None and group_size is not None:
-        spec = _spec(module, role, group_size, options)
+        spec = QuantSpec(
+            code="ternary" if code == "ternary" else "scalar",
+            bits=2 if code == "ternary" else int(code),
+            window_bits=TRELLIS_WINDOW if trellis else 0,
+            group_size=group_size,
+            scale_layout="log8" if by_block else "float16",
+            rotation_block=rotation_block(module.width, options.rotation, group_size),
+            qjl=options.use_qjl,
+        )
         reason = _adapted(group_size, requested, module.width)
         return Decision(module.path, "quantize", role, spec, None, module.path, reason)
     kept = kept or KEPT_WIDTH
@@ -234,18 +261,7 @@ def _affine_bits(module: ModuleInfo, options: ConvertOptions) -> int:
     return max(options.extras_bits, wanted if wanted in AFFINE_BITS else 0)
 
 
-def _spec(module: ModuleInfo, role: Role, group_size: int, options: ConvertOptions) -> QuantSpec:
-    code = _code(module, role, options)
-    return QuantSpec(
-        code="ternary" if code == "ternary" else "scalar",
-        bits=2 if code == "ternary" else int(code),
-        group_size=group_size,
-        rotation_block=rotation_block(module.width, options.rotation, group_size),
-        qjl=options.use_qjl,
-    )
-
-
-def _adapted(used: int, requested: int, width: int) -> str:
+def _adapted(used: int, requested: int | None, width: int) -> str:
     if used == requested:
         return ""
     return f"group size {used}: {requested} does not divide the width {width}"

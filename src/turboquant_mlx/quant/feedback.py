@@ -28,9 +28,11 @@ from .codebook import boundaries
 from .encode import LARGEST, Job, _load_columns
 from .packed import PackedWeight
 from .rotation import hadamard_columns
-from .scales import reciprocal, search_scales
+from .scales import power_of_two, reciprocal, search_scales, stored_candidates
 from .spec import QuantSpec
 from .threads import for_each
+from .trellis import searches
+from .viterbi import LANES, make_trellis, stretch_codes
 from .weight import quantize_weight
 
 DAMPING = 0.01
@@ -45,6 +47,9 @@ SMALL_BLOCK = 16
 # Multiplications per matrix product: so few that OpenBLAS does not start threads of its own, which
 # would fight with ours.
 _PRODUCT_SIZE = 1 << 18
+
+# Codes at the beginning of a row that the windows at its end reach into.
+_OPENING = 3
 
 Factors = Callable[[int], np.ndarray]
 """Number of a stack's matrix (0 for a plain one) -> its ``inverse_factor``."""
@@ -120,7 +125,7 @@ def encode_feedback(
     mx.eval(weight)
     source = np.array(weight, copy=False)
     rows = source.shape[0] // matrices
-    count = -(-rows // PIECE_ROWS)
+    count = -(-rows // (LANES["numpy"] if job.spec.is_trellis else PIECE_ROWS))
     for number in range(matrices):
         factor = factors(number)
         first = number * rows
@@ -148,43 +153,144 @@ def _encode_rows(job: Job, source: np.ndarray, rows: slice, factor: np.ndarray) 
 def feed_forward(
     x: np.ndarray, factor: np.ndarray, levels: np.ndarray, spec: QuantSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of some rows, which run along the last axis here.
+    """Indices and scales of some rows, which run along the last axis here.
 
     Args:
         x: float32 [I, rows] of the stored domain, **overwritten**.
         factor: of ``inverse_factor``, [I, I].
         levels: the code's table.
-        spec: a plain code.
+        spec: a code whose tile, if it has one, is a whole row.
 
     Returns:
         float32 [I / g, rows] scales, multiples of what ``encode_scales`` stores exactly, and uint8
-        [I, rows] indices.
+        [I, rows] indices into the table.
     """
-    width, n = x.shape
     g = spec.group_size
-    borders = boundaries(levels)
-    scales = np.empty((width // g, n), np.float32)
-    idx = np.empty((width, n), np.uint8)
-    errors = np.empty((g, n), np.float32)
-    for group in range(width // g):
-        start, stop = group * g, group * g + g
-        found, _ = search_scales(x[None, start:stop], levels, spec.scale_layout)
-        scale = found[0, 0]
-        scales[group] = scale
-        inverse = reciprocal(np, scale)
+    coder = (_TrellisCoder if spec.is_trellis else _ScalarCoder)(x, levels, spec)
+    errors = np.empty((g, x.shape[1]), np.float32)
+    for start in range(0, len(x), g):
+        stop = start + g
+        near = min(stop + coder.ahead, len(x))
+        coder.start_group(start)
         for first in range(start, stop, SMALL_BLOCK):
             last = min(first + SMALL_BLOCK, stop)
-            for j in range(first, last):
-                index = np.searchsorted(borders, x[j] * inverse)
-                idx[j] = index
-                error = errors[j - start]
-                np.subtract(x[j], levels[index] * scale, out=error)
-                error /= factor[j, j]
-                if j + 1 < last:
-                    x[j + 1 : last] -= factor[j, j + 1 : last, None] * error
-            _feed(x[last:stop], factor[first:last, last:stop], errors[first - start : last - start])
-        _feed(x[stop:], factor[start:stop, stop:], errors)
-    return scales, idx
+            block = errors[first - start : last - start]
+            coder.code(factor[first:last, first:last], first, block)
+            _feed(x[last:near], factor[first:last, last:near], block)
+        _feed(x[near:], factor[start:stop, near:], errors)
+    return coder.scales, coder.idx
+
+
+class _ScalarCoder:
+    """Plain codes, column by column."""
+
+    ahead = 0
+
+    def __init__(self, x: np.ndarray, levels: np.ndarray, spec: QuantSpec):
+        self.x, self.levels, self.spec = x, levels, spec
+        self.borders = boundaries(levels)
+        self.scales = np.empty((len(x) // spec.group_size, x.shape[1]), np.float32)
+        self.idx = np.empty(x.shape, np.uint8)
+
+    def start_group(self, start: int) -> None:
+        """Choose the scales of the group from column ``start``."""
+        g = self.spec.group_size
+        group = self.x[None, start : start + g]
+        self.scale = search_scales(group, self.levels, self.spec.scale_layout)[0][0, 0]
+        self.scales[start // g] = self.scale
+        self.inverse = reciprocal(np, self.scale)
+
+    def code(self, factor: np.ndarray, first: int, errors: np.ndarray) -> None:
+        """Code a block of columns.
+
+        Args:
+            factor: [b, b], the block's own part of the factor.
+            first: its first column.
+            errors: [b, rows], takes what later columns have to make up for, in units of the
+                factor's rows.
+        """
+        x = self.x[first : first + len(errors)]
+        for j, error in enumerate(errors):
+            index = np.searchsorted(self.borders, x[j] * self.inverse)
+            self.idx[first + j] = index
+            np.subtract(x[j], self.levels[index] * self.scale, out=error)
+            error /= factor[j, j]
+            if j + 1 < len(errors):
+                x[j + 1 :] -= factor[j, j + 1 :, None] * error
+
+
+class _TrellisCoder:
+    """Trellis codes: a block at a time, with a look at some columns more.
+
+    The stream goes on from block to block. What a block's last codes mean for the next windows is
+    judged by those columns as they are now; the last block has to end in the state in which the
+    first began, as the stream is circular.
+    """
+
+    ahead = 8
+
+    def __init__(self, x: np.ndarray, levels: np.ndarray, spec: QuantSpec):
+        self.x, self.levels, self.spec = x, levels, spec
+        self.trellis = make_trellis(levels, spec.bits, spec.window_bits)
+        self.scales = np.empty((len(x) // spec.group_size, x.shape[1]), np.float32)
+        self.idx = np.empty(x.shape, np.uint8)
+        self.state: np.ndarray | None = None
+        self.first: np.ndarray | None = None
+
+    def start_group(self, start: int) -> None:
+        """Choose the scales of the group from column ``start``."""
+        spec, g = self.spec, self.spec.group_size
+        group = self.x[start : start + g]
+        unit, inverse = power_of_two(np, np.abs(group).max(axis=0))
+        group = group * inverse
+        scale = np.sqrt(np.square(group).mean(axis=0))
+        if searches(spec) > 1:  # a trial shows how the levels that are used fit
+            (scale, *_) = stored_candidates(np, scale, spec.scale_layout)
+            codes = stretch_codes(group * reciprocal(np, scale), self.trellis, self.state, None)
+            q = self.levels[self._windows(codes, codes[:0])]
+            fit = np.maximum((group * q).sum(axis=0), 0) * reciprocal(np, (q * q).sum(axis=0))
+            scale, *others = stored_candidates(np, fit, spec.scale_layout)
+            for other in others:
+                scale = np.where(np.abs(other - fit) < np.abs(scale - fit), other, scale)
+        else:
+            (scale, *_) = stored_candidates(np, scale, spec.scale_layout)
+        self.scale = scale * unit
+        self.scales[start // g] = self.scale
+        self.inverse = reciprocal(np, self.scale)
+
+    def code(self, factor: np.ndarray, first: int, errors: np.ndarray) -> None:
+        """As for plain codes."""
+        width, size = len(self.x), len(errors)
+        last = first + size
+        closes = last == width
+        seen = self.x[first : min(last + self.ahead, width)]
+        end = self.first if closes else None
+        codes = stretch_codes(seen * self.inverse, self.trellis, self.state, end)
+        if first == 0:
+            self.first = self._state(self._windows(codes, codes[:0])[0])
+            self.opening = codes[:_OPENING].copy()
+        windows = self._windows(codes, self.opening if closes else codes[:0])
+        self.idx[first:last] = windows[:size]
+        if not closes:
+            self.state = self._state(windows[size])
+        wrong = self.x[first:last] - self.levels[windows[:size]] * self.scale
+        np.matmul(np.linalg.inv(factor).T, wrong, out=errors)
+
+    def _state(self, window: np.ndarray) -> np.ndarray:
+        return window.astype(np.intp) & (self.trellis.states - 1)
+
+    def _windows(self, codes: np.ndarray, following: np.ndarray) -> np.ndarray:
+        """Windows of codes [n, rows], the last of them only where enough codes follow."""
+        k, window = self.spec.bits, self.spec.window_bits
+        n = len(codes)
+        steps = -(-window // k)
+        stream = np.zeros((n + steps - 1, codes.shape[1]), np.uint8)
+        stream[:n] = codes
+        stream[n:] = 0 if len(following) == 0 else following[: steps - 1]
+        found = stream[:n].copy()
+        for step in range(1, steps):
+            found |= stream[step : step + n] << np.uint8(step * k)
+        return found
 
 
 def _feed(x: np.ndarray, factor: np.ndarray, errors: np.ndarray) -> None:

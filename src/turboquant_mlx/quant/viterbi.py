@@ -136,6 +136,24 @@ def best_windows(x: Array, trellis: Trellis, tile: int = 0) -> Array:
     return _windows(xp, codes, trellis, tile or n)
 
 
+def stretch_codes(
+    x: np.ndarray, trellis: Trellis, start: np.ndarray | None, end: np.ndarray | None
+) -> np.ndarray:
+    """The best codes of one stretch of streams, for coders that go from stretch to stretch.
+
+    Args:
+        x: float32 [n, lanes], NumPy, in units in which the levels are meant.
+        trellis: which code.
+        start, end: integer states [lanes] before the first weight and after the last, which are
+            the lowest window - bits bits of the windows there; None for any.
+
+    Returns:
+        uint8 [n, lanes].
+    """
+    grid = np.round(np.clip(x, -LIMIT, LIMIT) * np.float32(GRID))
+    return _numpy_search(trellis, grid, start, end, 0)
+
+
 @dataclass(frozen=True)
 class _Section:
     """Weights start..stop-1 of a row, and the section of the same tile that comes next.
