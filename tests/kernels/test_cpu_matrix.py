@@ -47,7 +47,7 @@ def test_a_matrix_that_is_not_kept_is_expanded_in_bounded_blocks(weight, x, monk
 
     blocked = CpuMatrix(weight.shape, expand, keep=False)
     y = blocked(x)
-    assert asked == [(0, 10), (10, 20), (20, 30), (30, 37)]
+    assert sorted(asked) == [(0, 10), (10, 20), (20, 30), (30, 37)]
     assert blocked.resident_bytes == 0
     np.testing.assert_allclose(np.array(y), np.array(x) @ weight.T, rtol=1e-4, atol=1e-5)
 

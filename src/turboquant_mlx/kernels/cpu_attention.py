@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 
 from . import attention_hook, dispatch
+from .blas import one_thread, pieces_of, share
 from .cpu_matrix import as_numpy
 
-SCORE_BYTES = 16 * 2**20
-"""Float32 bytes of the scores that are held at a time."""
+SCORE_BYTES = 4 * 2**20
+"""Float32 bytes of the scores that a thread holds at a time."""
 
 
 def attend(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
@@ -51,9 +52,8 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
         sink = as_numpy(sinks).reshape(1, kv_heads, repeats, 1, 1)
 
     out = np.empty((batch, kv_heads, repeats, length, values.shape[-1]), np.float32)
-    step = max(1, SCORE_BYTES // (4 * batch * heads * max(context, 1)))
-    for start in range(0, length, step):
-        stop = min(start + step, length)
+
+    def work(start: int, stop: int) -> None:
         seen = context - length + stop if causal else context
         block = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, width)
         scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
@@ -61,8 +61,7 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
         if causal and stop - start > 1:
             _hide_future(scores, context - length + start)
         elif bias is not None:
-            # broadcast_to made zero-stride axes; slicing keeps them
-            part = bias[:, :, start:stop].reshape(batch, kv_heads, repeats, stop - start, seen)
+            part = bias[:, :, start:stop].reshape(scores.shape)
             if part.dtype == bool:
                 np.copyto(scores, np.float32(-np.inf), where=~part)
             else:
@@ -70,6 +69,13 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
         weights = _softmax(scores, sink).reshape(batch, kv_heads, -1, seen)
         block_out = weights @ values[:, :, :seen]
         out[:, :, :, start:stop] = block_out.reshape(batch, kv_heads, repeats, stop - start, -1)
+
+    step = max(1, SCORE_BYTES // (4 * batch * heads * max(context, 1)))
+    with one_thread():
+        if step >= length:
+            work(0, length)
+        else:
+            share(work, pieces_of(length, step))
     return mx.array(out.reshape(batch, heads, length, -1)).astype(q.dtype)
 
 

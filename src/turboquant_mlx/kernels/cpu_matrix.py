@@ -14,14 +14,20 @@ product. Inside ``mx.compile`` or ``mx.vmap`` nothing here can run; callers test
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-BLOCK_BYTES = 32 * 2**20
-"""Float32 bytes of the rows that are expanded at a time when the matrix is not kept."""
+from ..quant.threads import usable_cpus
+from .blas import one_thread, pieces_of, share
+
+BLOCK_BYTES = 4 * 2**20
+"""Float32 bytes of the rows that a thread expands at a time."""
+
+SHARED_PRODUCT = 8 * 2**20
+"""Multiplications from which on a product is worth sharing between threads."""
 
 
 def as_numpy(x: mx.array) -> np.ndarray:
@@ -40,6 +46,8 @@ class CpuMatrix:
         keep: whether the expanded matrix is kept between calls.
         free: whether ``expand`` costs nothing (a view of memory that exists anyway), so that the
             matrix needs neither keeping nor cutting into blocks.
+        any_thread: whether ``expand`` may be called from several threads at once (MLX operations
+            may not).
     """
 
     def __init__(
@@ -48,10 +56,12 @@ class CpuMatrix:
         expand: Callable[[int, int], np.ndarray],
         keep: bool = True,
         free: bool = False,
+        any_thread: bool = True,
     ):
         self.shape = shape
         self.keep = keep and not free
         self._free = free
+        self._any_thread = any_thread
         self._expand = expand
         self._dense: np.ndarray | None = None
         self._lock = threading.Lock()
@@ -62,32 +72,33 @@ class CpuMatrix:
         """Bytes of the expanded matrix that are held now."""
         return 0 if self._dense is None else self._dense.nbytes
 
-    def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (start, stop, rows) over the whole matrix, expanded as ``keep`` says."""
-        rows = self.shape[0]
-        if self.keep:
-            with self._lock:
-                if self._dense is None:
-                    self._dense = self._expand_all()
-            yield 0, rows, self._dense
-            return
-        step = self._block_rows()
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            yield start, stop, self._expand(start, stop)
-
     def multiply(self, x: np.ndarray) -> np.ndarray:
         """``x W^T`` for float32 x [n, columns]."""
-        out = np.empty((x.shape[0], self.shape[0]), np.float32)
-        for start, stop, rows in self.blocks():
-            np.matmul(x, rows.T, out=out[:, start:stop])
+        rows, columns = self.shape
+        out = np.empty((x.shape[0], rows), np.float32)
+        dense = self._kept()
+
+        def work(start: int, stop: int) -> None:
+            block = self._expand(start, stop) if dense is None else dense[start:stop]
+            np.matmul(x, block.T, out=out[:, start:stop])
+
+        if dense is None:
+            self._for_blocks(work)
+        elif x.shape[0] * rows * columns < SHARED_PRODUCT:
+            with one_thread():
+                work(0, rows)
+        else:
+            with one_thread():
+                share(work, pieces_of(rows, -(-rows // (2 * usable_cpus()))))
         return out
 
     def multiply_transposed(self, y: np.ndarray) -> np.ndarray:
         """``y W`` for float32 y [n, rows]: what a gradient needs."""
         out = np.zeros((y.shape[0], self.shape[1]), np.float32)
-        for start, stop, rows in self.blocks():
-            out += y[:, start:stop] @ rows
+        dense = self._kept()
+        for start, stop in pieces_of(self.shape[0], self._block_rows()):
+            block = self._expand(start, stop) if dense is None else dense[start:stop]
+            out += y[:, start:stop] @ block
         return out
 
     def release(self) -> None:
@@ -102,18 +113,32 @@ class CpuMatrix:
         """``x W^T`` over the last axis of ``x``, in the dtype of ``x``."""
         return self._product(x)
 
-    def _expand_all(self) -> np.ndarray:
-        rows, columns = self.shape
-        dense = np.empty((rows, columns), np.float32)
-        step = self._block_rows()
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            dense[start:stop] = self._expand(start, stop)
-        return dense
+    def _kept(self) -> np.ndarray | None:
+        """The whole matrix, expanded now if it was not; None if it is not to be kept."""
+        if not self.keep:
+            return self._expand(0, self.shape[0]) if self._free else None
+        with self._lock:
+            if self._dense is None:
+                dense = np.empty(self.shape, np.float32)
+
+                def work(start: int, stop: int) -> None:
+                    dense[start:stop] = self._expand(start, stop)
+
+                self._for_blocks(work)
+                self._dense = dense
+        return self._dense
+
+    def _for_blocks(self, work: Callable[[int, int], None]) -> None:
+        """Call ``work`` for blocks of rows of bounded size."""
+        pieces = pieces_of(self.shape[0], self._block_rows())
+        with one_thread():
+            if self._any_thread:
+                share(work, pieces)
+            else:
+                for piece in pieces:
+                    work(*piece)
 
     def _block_rows(self) -> int:
-        if self._free:
-            return self.shape[0]
         return max(1, BLOCK_BYTES // (4 * self.shape[1]))
 
     def _differentiable_product(self) -> Callable[[mx.array], Any]:

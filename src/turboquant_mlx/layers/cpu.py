@@ -121,20 +121,34 @@ def _stock_arrays(layer: nn.Module) -> tuple:
 def _stock_matrix(layer: Any, keep: bool) -> CpuMatrix:
     weight, scales, biases = _stock_arrays(layer)
     if scales is None:
-        free = weight.dtype == mx.float32
-        return CpuMatrix(weight.shape, lambda a, b: as_numpy(weight[a:b]), keep, free)
+        return _dense_matrix(weight, keep)
     shape = (weight.shape[0], scales.shape[-1] * layer.group_size)
-    return CpuMatrix(shape, partial(_affine_rows, layer, weight, scales, biases), keep)
+    rows = partial(_affine_rows, layer, weight, scales, biases)
+    return CpuMatrix(shape, rows, keep, any_thread=False)
 
 
 def _stock_expert(layer: Any, expert: int, keep: bool) -> CpuMatrix:
     weight, scales, biases = _stock_arrays(layer)
     if scales is None:
-        free = weight.dtype == mx.float32
-        return CpuMatrix(weight.shape[1:], lambda a, b: as_numpy(weight[expert, a:b]), keep, free)
+        return _dense_matrix(weight[expert], keep)
     shape = (weight.shape[1], scales.shape[-1] * layer.group_size)
     arrays = (weight[expert], scales[expert], None if biases is None else biases[expert])
-    return CpuMatrix(shape, partial(_affine_rows, layer, *arrays), keep)
+    return CpuMatrix(shape, partial(_affine_rows, layer, *arrays), keep, any_thread=False)
+
+
+def _dense_matrix(weight: mx.array, keep: bool) -> CpuMatrix:
+    """A matrix whose rows are those of a floating-point array."""
+    rows, columns = weight.shape
+    bits = weight.view(mx.uint16) if weight.dtype == mx.bfloat16 else weight
+    values = np.array(bits, copy=False)
+
+    def expand(start: int, stop: int) -> np.ndarray:
+        block = values[start:stop]
+        if weight.dtype == mx.bfloat16:
+            return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return block.astype(np.float32, copy=False)
+
+    return CpuMatrix((rows, columns), expand, keep, free=weight.dtype == mx.float32)
 
 
 def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> np.ndarray:

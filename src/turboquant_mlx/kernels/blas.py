@@ -1,0 +1,94 @@
+"""Sharing NumPy's matrix products between cores without a BLAS's own threads.
+
+OpenBLAS, which NumPy's wheels bring, lets its threads wait for each other in a busy loop. When
+anything else wants a core, they burn their time slices: with two cores and a load of ten a product
+took seven times as long with its threads as without. Here the BLAS keeps to one thread and the
+rows of the result are spread over a pool of Python threads, which sleep when they wait. Where
+nothing else runs that is as fast.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+
+from threadpoolctl import ThreadpoolController
+
+from ..quant.threads import usable_cpus
+
+_lock = threading.Lock()
+_depth = 0
+_counts: list[int] = []
+
+
+@cache
+def _libraries() -> list:
+    """Handles of the BLAS libraries in this process (none where Apple's Accelerate is used)."""
+    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep every BLAS in this process to one thread; may be nested, and entered by many threads."""
+    global _depth, _counts
+    libraries = _libraries()
+    with _lock:
+        if _depth == 0:
+            _counts = [library.get_num_threads() for library in libraries]
+            for library in libraries:
+                library.set_num_threads(1)
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                for library, count in zip(libraries, _counts, strict=True):
+                    library.set_num_threads(count)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor | None:
+    """Helpers beside the calling thread; None where there is but one CPU."""
+    helpers = usable_cpus() - 1
+    return ThreadPoolExecutor(helpers, "turboquant") if helpers else None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its threads
+
+
+def share(work: Callable[[int, int], None], pieces: Iterable[tuple[int, int]]) -> None:
+    """Call ``work(start, stop)`` for all pieces, from this thread and from the pool's.
+
+    Every piece must write to a place of its own. The first exception is raised in the end.
+    """
+    waiting = iter(list(pieces))
+
+    def take() -> None:
+        while True:
+            with _lock:
+                piece = next(waiting, None)
+            if piece is None:
+                return
+            work(*piece)
+
+    pool = _pool()
+    helpers = [] if pool is None else [pool.submit(take) for _ in range(usable_cpus() - 1)]
+    try:
+        take()
+    finally:
+        for helper in helpers:
+            # one that has not begun has nothing left to do
+            if not helper.cancel():
+                helper.result()
+
+
+def pieces_of(length: int, step: int) -> list[tuple[int, int]]:
+    """[0, length) cut into stretches of at most ``step``."""
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
