@@ -168,6 +168,15 @@ def test_streams_do_not_influence_each_other(bits, monkeypatch):
     np.testing.assert_array_equal(best_windows(x, trellis(bits)), whole)
 
 
+@pytest.mark.parametrize("steps", [5, 16, 64])
+def test_compiled_steps_fit_any_length(steps, monkeypatch):
+    monkeypatch.setattr(viterbi, "_UNROLLED", steps)
+    monkeypatch.setitem(viterbi.SECTION, "mlx", viterbi.SECTION["numpy"])
+    x = normal(75, 3, seed=8)
+    windows = best_windows(mx.array(x), trellis(3))
+    np.testing.assert_array_equal(best_windows(x, trellis(3)), np.array(windows))
+
+
 @bits_of_trellis
 def test_hard_values_stay_in_bounds(bits):
     """Costs must not grow until their lowest bits are lost, whatever the data."""

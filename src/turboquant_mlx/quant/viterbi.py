@@ -29,6 +29,7 @@ Time runs along the first axis of all arrays here, independent streams ("lanes")
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +45,7 @@ GRID = 128.0  # steps per root mean square
 LIMIT = 4.0  # weights beyond are searched as if they were this large
 OVERLAP = 32
 SECTION = {"numpy": 1024, "mlx": 256}  # longest section; a GPU wants many lanes
-LANES = {"numpy": 256, "mlx": 8192}  # streams that are searched together
+LANES = {"numpy": 256, "mlx": 16384}  # streams that are searched together
 
 _BASE = 2.0**23  # of the costs in NumPy
 _SLACK = 1024.0  # rounding may make a cost negative by a few units a step
@@ -350,7 +351,8 @@ def _mlx_search(t: Trellis, grid: Any, start: Any, end: Any, stop: int) -> Any:
     if start is not None:
         before = (mx.arange(t.states)[:, None] != start).astype(mx.int32) * _FORBIDDEN
     key = (t.squares.tobytes(), t.slopes.tobytes(), t.bits, t.window)
-    pieces = [slice(i, min(i + _UNROLLED, n)) for i in range(0, n, _UNROLLED)]
+    cuts = [*range(0, stop, _UNROLLED), *range(stop, n, _UNROLLED), n]
+    pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     origins = []
     for piece in pieces:
         forward, _ = _mlx_steps(*key, piece.stop - piece.start)
