@@ -378,7 +378,7 @@ def test_codec_trellis(workshop: Workshop, moe: Path) -> None:
 def test_codec_and_group_size_together(workshop: Workshop, moe: Path) -> None:
     changed = workshop.converted(moe, "--codec", "trellis", "--group-size", "32").folder
     entries = manifest_of(changed).modules.values()
-    assert {(e.window_bits, e.group_size, e.scale_layout) for e in entries} == {(8, 32, "float16")}
+    assert {(e.window_bits, e.group_size, e.scale_layout) for e in entries} == {(8, 32, "log8")}
 
 
 def test_ternary_experts_stay_ternary_with_a_trellis(workshop: Workshop, moe: Path) -> None:
@@ -390,11 +390,12 @@ def test_ternary_experts_stay_ternary_with_a_trellis(workshop: Workshop, moe: Pa
 @shows("group_size")
 def test_group_size(workshop: Workshop, moe: Path) -> None:
     base = workshop.converted(moe).folder
-    changed = workshop.converted(moe, "--group-size", "32").folder
+    changed = workshop.converted(moe, "--group-size", "64").folder
     assert modules_that_differ(base, changed) == quantized(base)
-    assert {entry.group_size for entry in manifest_of(changed).modules.values()} == {32}
-    scales = stored(changed)["model.layers.0.self_attn.q_proj.scales"]
-    assert scales[1] == (128, 128 // 32)
+    for folder, size in ((base, 32), (changed, 64)):
+        assert {entry.group_size for entry in manifest_of(folder).modules.values()} == {size}
+        scales = stored(folder)["model.layers.0.self_attn.q_proj.scales"]
+        assert scales[:2] == ("U8", (128, 128 // size))
 
 
 @shows("attn_bits")
@@ -433,10 +434,10 @@ def test_rotation_changes_the_blocks(workshop: Workshop, moe: Path) -> None:
         done = workshop.converted(moe, "--rotation", rotation)
         entries = manifest_of(done.folder).modules.values()
         blocks[rotation] = {(entry.width, entry.rotation_block) for entry in entries}
-    # 192 = 12 * 2**4 is one block; a group of 64 holds one block of 64
+    # 192 = 12 * 2**4 is one block; a group of 32 holds one block of 32
     assert blocks == {
         "hadamard": {(64, 64), (128, 128), (192, 192)},
-        "blockwise_hadamard": {(64, 64), (128, 64), (192, 64)},
+        "blockwise_hadamard": {(64, 32), (128, 32), (192, 32)},
         "none": {(64, 1), (128, 1), (192, 1)},
     }
     multipliers = arrays(workshop.converted(moe, "--rotation", "none").folder)
@@ -530,8 +531,8 @@ def test_dtype_casts_the_model_first(workshop: Workshop, tmp_path: Path) -> None
     source = workshop.source("qwen2", dtype="float32")
     base = workshop.converted(source).folder
     changed = workshop.converted(source, "--dtype", "bfloat16").folder
-    assert {kind for kind, *_ in stored(base).values()} == {"U32", "F16", "F32"}
-    assert {kind for kind, *_ in stored(changed).values()} == {"U32", "F16", "F32", "BF16"}
+    assert {kind for kind, *_ in stored(base).values()} == {"U8", "U32", "F16", "F32"}
+    assert {kind for kind, *_ in stored(changed).values()} == {"U8", "U32", "F16", "F32", "BF16"}
     before, after = arrays(base), arrays(changed)
     for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"):
         assert after[name].dtype == mx.bfloat16

@@ -90,20 +90,20 @@ def test_a_plan_decides_every_module_in_order() -> None:
 
 def test_linears_are_quantized_and_the_rest_stays_with_a_reason() -> None:
     result = plan(DENSE)
-    assert {d.method for d in result.decisions if d.action == "quantize"} == {"3-bit g64"}
+    assert {d.method for d in result.decisions if d.action == "quantize"} == {"3-bit g32"}
     assert result.why_kept() == {"norm": 3, "embedding": 1}
     assert not result.quantizes_nothing
 
 
 def test_an_untied_head_is_quantized_like_any_linear() -> None:
     head = decision(DENSE, "lm_head", bits=4, attn_bits=2, mlp_bits=2)
-    assert (head.role, head.method) == ("lm_head", "4-bit g64")
+    assert (head.role, head.method) == ("lm_head", "4-bit g32")
 
 
 def test_expert_stacks_are_quantized_and_their_router_is_not() -> None:
     result = plan(MOE)
     assert decision(MOE, "model.layers.0.mlp.gate").reason == "router"
-    assert methods(result, "switch_mlp.gate_proj") == ["3-bit g64"] * 3
+    assert methods(result, "switch_mlp.gate_proj") == ["3-bit g32"] * 3
 
 
 @pytest.mark.parametrize("kind", ["multi_linear", "conv", "other"])
@@ -151,7 +151,7 @@ def test_a_guard_against_floating_point_formats_is_not_meant_for_us(last: str) -
     """granite wants 8 bits in these layers because scales of nvfp4 underflow there."""
     guarded = linear(f"model.layers.0.{last}", predicate={"group_size": 64, "bits": 8})
     result = plan([guarded])
-    assert result.decisions[0].method == "3-bit g64"
+    assert result.decisions[0].method == "3-bit g32"
     assert "1 module quantized as asked" in result.notices[0]
 
 
@@ -167,17 +167,17 @@ def test_a_router_stays_whatever_the_predicate_says() -> None:
 
 def test_attention_and_mlp_bits() -> None:
     result = plan(DENSE, attn_bits=4, mlp_bits=2)
-    assert set(methods(result, "_proj")) == {"4-bit g64", "2-bit g64"}
+    assert set(methods(result, "_proj")) == {"4-bit g32", "2-bit g32"}
     by_role = {d.role: d.method for d in result.decisions if d.action == "quantize"}
-    assert by_role == {"attention": "4-bit g64", "mlp": "2-bit g64", "lm_head": "3-bit g64"}
+    assert by_role == {"attention": "4-bit g32", "mlp": "2-bit g32", "lm_head": "3-bit g32"}
 
 
 @pytest.mark.parametrize("block", ["mlp", "block_sparse_moe", "feed_forward", "ffn", "moe"])
 def test_mlp_bits_and_group_size_reach_every_expert_naming(block: str) -> None:
-    result = plan(moe_layer(0, block), mlp_bits=2, mlp_group_size=32)
+    result = plan(moe_layer(0, block), mlp_bits=2, mlp_group_size=64)
     for ending in ("switch_mlp.gate_proj", "switch_mlp.down_proj", "shared_experts.up_proj"):
-        assert methods(result, ending) == ["2-bit g32"], ending
-    assert methods(result, "q_proj") == ["3-bit g64"]
+        assert methods(result, ending) == ["2-bit g64"], ending
+    assert methods(result, "q_proj") == ["3-bit g32"]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_mlp_bits_and_group_size_reach_every_expert_naming(block: str) -> None:
     ],
 )
 def test_mlp_bits_reach_fused_and_listed_experts(module: ModuleInfo) -> None:
-    assert decision([module], module.path, mlp_bits=2).method == "2-bit g64"
+    assert decision([module], module.path, mlp_bits=2).method == "2-bit g32"
 
 
 def test_qjl_reaches_linears_experts_and_ternary() -> None:
     result = plan(MOE, use_qjl=True, ternary_experts=True)
-    assert set(methods(result, "q_proj")) == {"3-bit g64 + QJL"}
-    assert set(methods(result, "switch_mlp.up_proj")) == {"ternary g64 + QJL"}
+    assert set(methods(result, "q_proj")) == {"3-bit g32 + QJL"}
+    assert set(methods(result, "switch_mlp.up_proj")) == {"ternary g32 + QJL"}
 
 
 # --- experts ---
@@ -205,30 +205,30 @@ def test_qjl_reaches_linears_experts_and_ternary() -> None:
 
 def test_ternary_experts_leave_shared_experts_alone() -> None:
     result = plan(MOE, ternary_experts=True)
-    assert set(methods(result, "switch_mlp.down_proj")) == {"ternary g64"}
-    assert set(methods(result, "shared_experts.up_proj")) == {"3-bit g64"}
+    assert set(methods(result, "switch_mlp.down_proj")) == {"ternary g32"}
+    assert set(methods(result, "shared_experts.up_proj")) == {"3-bit g32"}
 
 
 @pytest.mark.parametrize("down", ["down_proj", "fc2", "w2", "output_linear"])
 def test_expert_down_bits(down: str) -> None:
     result = plan(moe_layer(0, down=down), ternary_experts=True, expert_down_bits=4)
-    assert methods(result, f"switch_mlp.{down}") == ["4-bit g64"]
-    assert methods(result, "switch_mlp.up_proj") == ["ternary g64"]
-    assert methods(result, "shared_experts.down_proj") == ["3-bit g64"]
+    assert methods(result, f"switch_mlp.{down}") == ["4-bit g32"]
+    assert methods(result, "switch_mlp.up_proj") == ["ternary g32"]
+    assert methods(result, "shared_experts.down_proj") == ["3-bit g32"]
 
 
 def test_protected_layers_get_their_own_bits() -> None:
     result = plan(MOE, bits=2, ternary_experts=True, protect_expert_layers=(1,), protect_bits=4)
-    assert methods(result, "switch_mlp.up_proj") == ["ternary g64", "4-bit g64", "ternary g64"]
-    assert set(methods(result, "shared_experts.up_proj")) == {"2-bit g64"}
+    assert methods(result, "switch_mlp.up_proj") == ["ternary g32", "4-bit g32", "ternary g32"]
+    assert set(methods(result, "shared_experts.up_proj")) == {"2-bit g32"}
 
 
 def test_protection_never_lowers_the_down_projections() -> None:
     result = plan(
         MOE, ternary_experts=True, expert_down_bits=4, protect_expert_layers=(0,), protect_bits=3
     )
-    assert methods(result, "switch_mlp.down_proj") == ["4-bit g64"] * 3
-    assert methods(result, "switch_mlp.up_proj") == ["3-bit g64", "ternary g64", "ternary g64"]
+    assert methods(result, "switch_mlp.down_proj") == ["4-bit g32"] * 3
+    assert methods(result, "switch_mlp.up_proj") == ["3-bit g32", "ternary g32", "ternary g32"]
 
 
 def test_protection_changes_no_group_size() -> None:
@@ -246,7 +246,7 @@ def test_protecting_a_layer_without_experts_warns() -> None:
 
 def test_protection_that_takes_bits_away_warns() -> None:
     result = plan(MOE, bits=4, protect_expert_layers=(0,))
-    assert methods(result, "switch_mlp.up_proj") == ["3-bit g64", "4-bit g64", "4-bit g64"]
+    assert methods(result, "switch_mlp.up_proj") == ["3-bit g32", "4-bit g32", "4-bit g32"]
     assert result.warnings == [
         "--protect-bits 3 gives the protected layers fewer bits than the other experts have (4)"
     ]
@@ -255,10 +255,10 @@ def test_protection_that_takes_bits_away_warns() -> None:
 def test_tiers_per_layer() -> None:
     tiers = {0: "4", 2: "ternary"}
     result = plan(MOE, expert_layer_tiers=tiers)
-    assert methods(result, "switch_mlp.up_proj") == ["4-bit g64", "3-bit g64", "ternary g64"]
-    assert methods(result, "switch_mlp.down_proj") == ["4-bit g64", "3-bit g64", "ternary g64"]
+    assert methods(result, "switch_mlp.up_proj") == ["4-bit g32", "3-bit g32", "ternary g32"]
+    assert methods(result, "switch_mlp.down_proj") == ["4-bit g32", "3-bit g32", "ternary g32"]
     rest_ternary = plan(MOE, expert_layer_tiers={0: "4"}, ternary_experts=True)
-    assert methods(rest_ternary, "switch_mlp.up_proj") == ["4-bit g64", *["ternary g64"] * 2]
+    assert methods(rest_ternary, "switch_mlp.up_proj") == ["4-bit g32", *["ternary g32"] * 2]
 
 
 def test_a_tier_for_a_layer_without_experts_is_an_error() -> None:
@@ -314,8 +314,8 @@ def test_the_largest_smaller_group_size_that_divides_is_used(
 def test_an_adapted_group_size_is_recorded_and_counted() -> None:
     result = plan(dense_layer(0, width=144))
     assert methods(result, "q_proj") == ["3-bit g16"]
-    assert methods(result, "o_proj") == ["3-bit g64"]
-    assert result.notices == ["5 modules use group size 16: 64 does not divide the width 144"]
+    assert methods(result, "o_proj") == ["3-bit g32"]
+    assert result.notices == ["5 modules use group size 16: 32 does not divide the width 144"]
 
 
 def test_a_width_that_nothing_divides_stays_and_is_counted() -> None:
@@ -442,7 +442,7 @@ def test_a_given_group_size_holds_for_trellis_codes_too() -> None:
     result = plan(DENSE, codec="trellis", group_size=64, mlp_group_size=128)
     specs = {path: d.spec for path, d in result.by_path().items() if d.spec}
     assert specs["model.layers.0.self_attn.q_proj"] == QuantSpec(
-        bits=3, window_bits=8, group_size=64, rotation_block=128
+        bits=3, window_bits=8, group_size=64, scale_layout="log8", rotation_block=128
     )
     assert specs["model.layers.0.mlp.up_proj"].group_size == 128
     assert specs["model.layers.0.mlp.down_proj"].group_size == 64
@@ -453,7 +453,9 @@ def test_ternary_codes_are_never_trellis_codes() -> None:
     ternary = decision(
         MOE, "model.layers.0.mlp.switch_mlp.up_proj", ternary_experts=True, codec="trellis"
     )
-    assert ternary.spec == QuantSpec(code="ternary", group_size=64, rotation_block=128)
+    assert ternary.spec == QuantSpec(
+        code="ternary", group_size=32, scale_layout="log8", rotation_block=128
+    )
     other = decision(MOE, "model.layers.0.self_attn.q_proj", ternary_experts=True, codec="trellis")
     assert other.spec is not None
     assert other.spec.is_trellis
@@ -463,7 +465,11 @@ def test_ternary_codes_are_never_trellis_codes() -> None:
 
 
 def test_specs_carry_what_the_decoder_needs() -> None:
-    down = decision(DENSE, "model.layers.0.mlp.down_proj", bits=4, group_size=32, use_qjl=True)
-    assert down.spec == QuantSpec(bits=4, group_size=32, rotation_block=192, qjl=True)
+    down = decision(DENSE, "model.layers.0.mlp.down_proj", bits=4, group_size=64, use_qjl=True)
+    assert down.spec == QuantSpec(
+        bits=4, group_size=64, scale_layout="log8", rotation_block=192, qjl=True
+    )
     stack = decision(MOE, "model.layers.0.mlp.switch_mlp.up_proj", ternary_experts=True)
-    assert stack.spec == QuantSpec(code="ternary", group_size=64, rotation_block=128)
+    assert stack.spec == QuantSpec(
+        code="ternary", group_size=32, scale_layout="log8", rotation_block=128
+    )

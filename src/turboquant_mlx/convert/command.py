@@ -155,8 +155,8 @@ def _add_precision(group: Any) -> None:
         "-g",
         type=int,
         choices=GROUP_SIZES,
-        help="consecutive weights that share one scale of 16 bits (default: 64; with --codec "
-        "trellis one scale of 8 bits for each rotation block of a row). Where it does not divide "
+        help="consecutive weights that share one scale of 8 bits (default: 32; with --codec "
+        "trellis one scale for each rotation block of a row). Where it does not divide "
         "a layer's input width, that layer takes the next smaller size that does, down to 16",
     )
     group.add_argument(

@@ -25,7 +25,9 @@ EXTRAS_BITS = (2, 3, 4, 8)
 EXTRAS_GROUP_SIZES = (32, 64, 128)
 
 # Group size where the user gives none; a trellis code has one scale per rotation block instead.
-DEFAULT_GROUP_SIZE = 64
+# With scales of 8 bits, 32 costs the bits of 64 with 16, and KL(16-bit || 3-bit SmolLM2) falls from
+# 0.54 to 0.43 (4 bits: 0.116 to 0.105; 2 bits: 2.95 to 2.86).
+DEFAULT_GROUP_SIZE = 32
 
 # Far above any real model, low enough that a mistyped range does not fill the memory.
 MAX_LAYER = 9999

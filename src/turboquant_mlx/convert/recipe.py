@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from ..errors import OptionError
 from ..quant.rotation import block_size, rotation_block
-from ..quant.spec import GROUP_SIZES, QuantSpec
+from ..quant.spec import GROUP_SIZES, QuantSpec, ScaleLayout
 from ..quant.trellis_table import TRELLIS_WINDOW
 from .options import DEFAULT_GROUP_SIZE, ConvertOptions, flag
 from .roles import EXPERT_DOWN, Role, layer_of, reads_block_input, role_of
@@ -37,6 +37,7 @@ ModuleKind = Literal["linear", "switch", "embedding", "multi_linear", "conv", "o
 Action = Literal["quantize", "affine", "keep"]
 
 SMALLEST_SIDE = 32
+SCALE_LAYOUT: ScaleLayout = "log8"  # no worse than float16 at the same group size
 AFFINE_GROUP_SIZES = (32, 64, 128)
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 
@@ -190,8 +191,7 @@ def _decide(module: ModuleInfo, role: Role, options: ConvertOptions) -> Decision
         wanted = options.mlp_group_size
     code = _code(module, role, options)
     trellis = options.codec == "trellis" and code != "ternary"
-    by_block = trellis and wanted is None
-    if by_block:
+    if trellis and wanted is None:
         requested = group_size = largest_group_size(module.width)
     else:
         requested = wanted or DEFAULT_GROUP_SIZE
@@ -203,7 +203,7 @@ def _decide(module: ModuleInfo, role: Role, options: ConvertOptions) -> Decision
             bits=2 if code == "ternary" else int(code),
             window_bits=TRELLIS_WINDOW if trellis else 0,
             group_size=group_size,
-            scale_layout="log8" if by_block else "float16",
+            scale_layout=SCALE_LAYOUT,
             rotation_block=rotation_block(module.width, options.rotation, group_size),
             qjl=options.use_qjl,
         )
