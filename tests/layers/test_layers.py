@@ -27,9 +27,11 @@ SPECS = [
     QuantSpec(bits=4, group_size=64, rotation_block=64, scale_layout="log8"),
     QuantSpec(bits=8, group_size=16, rotation_block=1),
     QuantSpec(code="ternary", group_size=32, rotation_block=12),
+    QuantSpec(bits=3, window_bits=8, group_size=192, rotation_block=192, scale_layout="log8"),
+    QuantSpec(bits=2, window_bits=8, group_size=96, rotation_block=96, tile=96),
     QuantSpec(bits=3, group_size=64, rotation_block=192, qjl=True),
 ]
-IDS = ["2-bit", "3-bit", "4-bit log8", "8-bit", "ternary", "qjl"]
+IDS = ["2-bit", "3-bit", "4-bit log8", "8-bit", "ternary", "trellis", "trellis tiles", "qjl"]
 WIDTH = 192
 TOLERANCE = 2e-5  # relative to the largest output; float32 sums in another order
 
@@ -147,7 +149,7 @@ def test_no_attribute_makes_mlx_lm_take_it_for_an_affine_layer():
 
 
 def test_skipping_the_sketch_changes_the_result_and_back(backend):
-    layer, _ = make(SPECS[5], (40, WIDTH))
+    layer, _ = make(SPECS[-1], (40, WIDTH))
     x = random(4, WIDTH, seed=9)
     full = layer(x)
     layer.use_qjl = False
@@ -168,7 +170,7 @@ def test_new_weights_replace_an_expanded_copy():
 
 
 def test_a_deep_copy_works_on_its_own(backend):
-    layer, weight = make(SPECS[5], (40, WIDTH))
+    layer, weight = make(SPECS[-1], (40, WIDTH))
     x = random(4, WIDTH, seed=9)
     layer(x)
     clone = copy.deepcopy(layer)
