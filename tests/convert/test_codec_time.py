@@ -14,6 +14,7 @@ MODULES = [
     ModuleInfo("model.layers.0.self_attn.q_proj", "linear", (4096, 4096)),
     ModuleInfo("model.layers.0.mlp.switch_mlp.up_proj", "switch", (8, 1024, 4096)),
 ]
+FEW = [ModuleInfo("model.layers.0.self_attn.q_proj", "linear", (1024, 1024))]
 
 
 @pytest.mark.parametrize(
@@ -35,4 +36,5 @@ def test_short_work_and_plain_codes_are_not(monkeypatch):
     monkeypatch.setattr(codec_time, "expected_seconds", lambda count, spec: 1e-9 * count)
     assert codec_notices(plan_modules(MODULES, ConvertOptions(codec="trellis")), MODULES) == []
     monkeypatch.setattr(codec_time, "expected_seconds", None)
+    assert codec_notices(plan_modules(FEW, ConvertOptions(codec="trellis")), FEW) == []
     assert codec_notices(plan_modules(MODULES, ConvertOptions()), MODULES) == []

@@ -12,6 +12,7 @@ from .recipe import ModuleInfo, Plan
 from .report import format_seconds
 
 SHORT = 5.0  # seconds that need no announcement
+FEW = 3_000_000  # weights that no machine takes so long for: they are not worth a trial
 
 
 def codec_notices(plan: Plan, modules: Sequence[ModuleInfo]) -> list[str]:
@@ -28,6 +29,8 @@ def codec_notices(plan: Plan, modules: Sequence[ModuleInfo]) -> list[str]:
     for module, decision in zip(modules, plan.decisions, strict=True):
         if decision.spec is not None and decision.spec.is_trellis:
             weights[decision.spec] += math.prod(module.shape)
+    if weights.total() < FEW:
+        return []
     seconds = sum(expected_seconds(count, spec) for spec, count in weights.items())
     if seconds < SHORT:
         return []
