@@ -65,6 +65,12 @@ CONTRACT: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--keep-mtp"], {"keep_mtp": True}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
+    (["--codec", "trellis"], {"codec": "trellis"}),
+    (["--error-feedback"], {"error_feedback": True}),
+    (
+        ["--error-feedback", "--feedback-text", "some.txt"],
+        {"error_feedback": True, "feedback_text": "some.txt"},
+    ),
     (["--no-balance"], {"balance": False}),
     (["--balance-text", "some.txt"], {"balance_text": "some.txt"}),
 ]
