@@ -33,6 +33,7 @@ from converting import (
     write_model,
 )
 from turboquant_mlx.checkpoint.loader import load_model
+from turboquant_mlx.convert import source_model
 from turboquant_mlx.convert.command import build_parser
 from turboquant_mlx.errors import UnsupportedModelError
 from turboquant_mlx.layers.install import set_qjl
@@ -214,6 +215,23 @@ def test_the_tokenizer_of_a_local_kimi_k3_needs_no_trust(
     write_model(source, KIMI_K3)
     give_tokenizer_code(source)
     assert convert(source, tmp_path / "out", "--no-balance").code == 0
+    assert code_ran()
+
+
+@shows("trust_remote_code")
+def test_the_tokenizer_of_a_kimi_k3_from_the_hub_needs_trust(
+    tmp_path: Path, code_ran: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    write_model(source, KIMI_K3)
+    give_tokenizer_code(source)
+    monkeypatch.setattr(source_model, "resolve", lambda name: source)
+    refused = convert("owner/kimi", tmp_path / "out", "--no-balance")
+    assert refused.code == 2
+    assert refused.messages[-1].startswith("hint: --trust-remote-code allows that")
+    assert not code_ran()
+    trusted = convert("owner/kimi", tmp_path / "out", "--no-balance", "--trust-remote-code")
+    assert trusted.code == 0
     assert code_ran()
 
 
