@@ -13,6 +13,7 @@ import pytest
 from turboquant_mlx.errors import QuantizationError
 from turboquant_mlx.quant.codebook import lloyd_max
 from turboquant_mlx.quant.feedback import (
+    damping_of,
     feed_forward,
     inverse_factor,
     quantize_weight_with_feedback,
@@ -26,8 +27,12 @@ SPECS = [
     QuantSpec(bits=3, group_size=64, rotation_block=64),
     QuantSpec(bits=4, group_size=16, rotation_block=1),
     QuantSpec(code="ternary", group_size=64, rotation_block=128),
+    QuantSpec(bits=2, window_bits=8, group_size=128, scale_layout="log8", rotation_block=128),
+    QuantSpec(bits=3, window_bits=8, group_size=64, rotation_block=64),
+    QuantSpec(bits=4, window_bits=8, group_size=16, scale_layout="log8", rotation_block=128),
 ]
-IDS = ["2-bit log8", "3-bit", "4-bit unrotated", "ternary"]
+IDS = ["2-bit log8", "3-bit", "4-bit unrotated", "ternary", "trellis 2", "trellis 3", "trellis 4"]
+PLAIN = [spec for spec in SPECS if not spec.is_trellis]
 
 
 def inputs(seed: int = 0, n: int = 2000) -> np.ndarray:
@@ -74,7 +79,7 @@ def test_outputs_are_much_closer_than_with_plain_rounding(spec: QuantSpec) -> No
     }
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@pytest.mark.parametrize("spec", PLAIN, ids=IDS[: len(PLAIN)])
 def test_white_inputs_leave_nothing_to_feed(spec: QuantSpec) -> None:
     w = mx.array(weights())
     factor = inverse_factor(np.eye(WIDTH))
@@ -82,6 +87,46 @@ def test_white_inputs_leave_nothing_to_feed(spec: QuantSpec) -> None:
     fed = quantize_weight_with_feedback(w, spec, lambda _: factor)
     for name, array in plain.arrays().items():
         assert mx.array_equal(array, fed.arrays()[name]), name
+
+
+def weak_inputs(n: int) -> np.ndarray:
+    """float32 [n, WIDTH]: inputs with many weak correlations."""
+    mix = np.eye(WIDTH) + np.random.default_rng(0).standard_normal((WIDTH, WIDTH)) / 15
+    return (np.random.default_rng(n).standard_normal((n, WIDTH)) @ mix).astype(np.float32)
+
+
+def test_a_trellis_loses_little_by_going_block_by_block() -> None:
+    # with nothing to feed, against the search over whole rows
+    w = mx.array(np.random.default_rng(0).standard_normal((48, 768)).astype(np.float32))
+    factor = inverse_factor(np.eye(768))
+    for spec in SPECS[len(PLAIN) :]:
+        plain = quantize_weight(w, spec)
+        fed = quantize_weight_with_feedback(w, spec, lambda _: factor)
+        errors = [mx.square(dequantize_weight(p) - w).mean().item() for p in (plain, fed)]
+        assert errors[1] < 1.06 * errors[0], spec
+
+
+def test_a_trellis_is_better_than_plain_codes_with_feedback_too() -> None:
+    z, w = weak_inputs(3000), weights(rows=200)
+    factor = inverse_factor(moments(z))
+    plain = QuantSpec(bits=3, group_size=64, scale_layout="log8", rotation_block=128)
+    a, b = (
+        quantize_weight_with_feedback(mx.array(w), spec, lambda _: factor)
+        for spec in (plain, plain.with_(window_bits=8, group_size=128))
+    )
+    assert output_error(b, w, z) < 0.9 * output_error(a, w, z)
+
+
+def test_few_inputs_are_not_followed_closely() -> None:
+    w, few, fresh = weights(), weak_inputs(200), weak_inputs(2000)
+    errors = []
+    for damping in (damping_of(WIDTH, 1e9), damping_of(WIDTH, len(few))):
+        factor = inverse_factor(moments(few), damping)
+        fed = quantize_weight_with_feedback(mx.array(w), SPECS[1], lambda _, f=factor: f)
+        errors.append(output_error(fed, w, fresh))
+    assert damping_of(WIDTH, 1e9) == 0.01
+    assert damping_of(WIDTH, 1280) == pytest.approx(0.16)
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_the_factor_is_that_of_the_damped_inverse() -> None:

@@ -27,12 +27,19 @@ import numpy as np
 
 from ..checkpoint.schema import ModuleEntry
 from ..errors import TurboQuantError
+from ..kernels.blas import one_thread
 from ..kernels.cpu_matrix import as_numpy
 from ..kernels.dispatch import is_traced
-from ..quant.feedback import Factors, feed_forward, inverse_factor, quantize_weight_with_feedback
+from ..quant.feedback import (
+    Factors,
+    damping_of,
+    feed_forward,
+    inverse_factor,
+    quantize_weight_with_feedback,
+)
 from ..quant.rotation import rotate
 from ..quant.spec import QuantSpec
-from ..quant.threads import usable_cpus
+from ..quant.threads import for_each, usable_cpus
 from ..quant.weight import PackedWeight, code_levels, dequantize_weight
 from .calibrate import begin_tokens, describe, text_tokens
 from .layer_pass import Build, Call, LayerPass, intercept, no_product
@@ -49,6 +56,7 @@ KEPT_FACTORS = 1 << 30
 """Bytes of an expert stack's factors that are kept for the next layer with the same input."""
 
 _CHUNK = 1024  # inputs that are rotated at a time
+_ROWS = 192  # rows of the second moments that one thread adds to at a time
 
 
 @dataclass
@@ -201,23 +209,25 @@ class _Pass(LayerPass):
             return
         factors: Factors
         if indices is None:
-            found = moments(values.reshape(-1, values.shape[-1]))
+            flat = values.reshape(-1, values.shape[-1])
+            found = moments(flat)
             if not found.any():
                 return  # nothing to learn from inputs that are all zero
-            factor = inverse_factor(found)
+            factor = inverse_factor(found, damping_of(flat.shape[1], len(flat)))
             factors = lambda _: factor  # noqa: E731
         else:
             experts = _Experts(values, np.array(indices), self.modules[leader].weight, moments)
             self.sparse[leader.rpartition(".")[0]] = (experts.sparse, experts.count)
             factors = experts
         for member in self.groups[leader]:
-            packed = quantize_weight_with_feedback(
-                self.modules[member].weight,
-                self.store.entries[member].spec,
-                factors,
-                multiplier=self.multiplier(leader),
-                label=member,
-            )
+            with one_thread():  # the rounding has threads of its own
+                packed = quantize_weight_with_feedback(
+                    self.modules[member].weight,
+                    self.store.entries[member].spec,
+                    factors,
+                    multiplier=self.multiplier(leader),
+                    label=member,
+                )
             self.store.put(member, packed)
             self._replace(member, packed)
 
@@ -280,7 +290,10 @@ class _Experts:
         found = self.prior.copy()
         if len(own):
             found += self.moments(own.reshape(-1, own.shape[-1]))
-        factor = inverse_factor(found) if found.any() else np.eye(len(found), dtype=np.float32)
+        factor = np.eye(len(found), dtype=np.float32)
+        if found.any():
+            damping = damping_of(len(found), PRIOR_TOKENS + own.shape[0] * own.shape[1])
+            factor = inverse_factor(found, damping)
         if self.keep:
             self.kept[expert] = factor
         return factor
@@ -297,12 +310,20 @@ def second_moments(x: np.ndarray, block: int, m: np.ndarray) -> np.ndarray:
     Returns:
         float64 [I, I].
     """
-    total = np.zeros((x.shape[1], x.shape[1]))
+    width = x.shape[1]
+    total = np.zeros((width, width))
     multiplier = mx.array(m.astype(np.float32))
     for start in range(0, len(x), _CHUNK):
         z = as_numpy(rotate(mx.array(x[start : start + _CHUNK]), block, multiplier))
-        total += z.T @ z
-    return total
+
+        def add(first: int, z: np.ndarray = z) -> None:
+            rows = slice(first, first + _ROWS)
+            total[rows, first:] += z[:, rows].T @ z[:, first:]
+
+        with one_thread():
+            for_each(add, range(0, width, _ROWS))
+    upper = np.triu(total)
+    return upper + np.triu(upper, 1).T
 
 
 def make_tokens(
