@@ -125,8 +125,8 @@ def test_few_inputs_are_not_followed_closely() -> None:
         fed = quantize_weight_with_feedback(mx.array(w), SPECS[1], lambda _, f=factor: f)
         errors.append(output_error(fed, w, fresh))
     assert damping_of(WIDTH, 1e9) == 0.01
-    assert damping_of(WIDTH, 1280) == pytest.approx(0.16)
-    assert errors[1] < 0.9 * errors[0]
+    assert damping_of(WIDTH, 1280) == pytest.approx(0.32)
+    assert errors[1] < 0.95 * errors[0]
 
 
 def test_the_factor_is_that_of_the_damped_inverse() -> None:

@@ -33,14 +33,13 @@ from ..kernels.dispatch import is_traced
 from ..quant.feedback import (
     Factors,
     damping_of,
-    feed_forward,
     inverse_factor,
     quantize_weight_with_feedback,
 )
+from ..quant.forecast import expected_seconds
 from ..quant.rotation import rotate
-from ..quant.spec import QuantSpec
-from ..quant.threads import for_each, usable_cpus
-from ..quant.weight import PackedWeight, code_levels, dequantize_weight
+from ..quant.threads import for_each
+from ..quant.weight import PackedWeight, dequantize_weight
 from .calibrate import begin_tokens, describe, text_tokens
 from .layer_pass import Build, Call, LayerPass, intercept, no_product
 from .self_text import LENGTH, SEQUENCES, sample_sequences
@@ -352,28 +351,26 @@ def forecast(
         writes: whether the model writes the text.
     """
     tokens = SEQUENCES * LENGTH if writes else TEXT_PIECES * TEXT_LENGTH
-    flops, encode, memory = 0.0, 0.0, 0
-    read = products = 0.0
+    flops, seconds, memory, active = 0.0, 0.0, 0, 0.0
     chosen = config.get("num_experts_per_tok") or (config.get("text_config") or {}).get(
         "num_experts_per_tok"
     )
-    speed, pace = _probe()
+    speed = _speed()
     for leader, members in groups.items():
         width = entries[leader].width
         matrices = entries[leader].shape[0] if len(entries[leader].shape) == 3 else 1
         share = min(1.0, (chosen or 4) / matrices)
         flops += 2.0 * width * width * tokens * (1 if matrices == 1 else 1 + matrices * share)
-        flops += 8.0 * width**3 * matrices
+        flops += 2.0 * width**3 * matrices
         memory = max(memory, 32 * width * width)
         for member in members:
             weights = float(np.prod(entries[member].shape))
             flops += weights * width + 2 * weights * share * tokens
-            encode += weights
-            read += weights * share
-            products += weights * share
-    seconds = flops / speed + encode * pace
+            seconds += _ROUNDING * expected_seconds(int(weights), entries[member].spec)
+            active += weights * share
+    seconds += flops / speed
     if writes:
-        seconds += LENGTH * (4 * read / _READ_SPEED + 2 * SEQUENCES * products / speed)
+        seconds += LENGTH * active * (4 / _READ_SPEED + 2 * SEQUENCES / speed)
     return (
         f"error feedback will take about {_duration(seconds)}, and {memory / 1e9:.1f} GB of memory "
         "for the inputs' second moments"
@@ -381,21 +378,17 @@ def forecast(
 
 
 _READ_SPEED = 10e9  # bytes of expanded weights a second
+_ROUNDING = 2  # times what quantizing without feedback takes
 
 
-def _probe() -> tuple[float, float]:
-    """Multiply-adds (two each) a second of a product, and seconds a weight of the rounding."""
+def _speed() -> float:
+    """Floating-point operations a second of a matrix product."""
     side = 768
     a = np.ones((side, side), np.float32)
     a @ a
     began = time.perf_counter()
     a @ a
-    speed = 2 * side**3 / (time.perf_counter() - began)
-    spec = QuantSpec(bits=3, group_size=64)
-    x = np.tile(np.linspace(-2, 2, 256, dtype=np.float32), (128, 1))
-    began = time.perf_counter()
-    feed_forward(x, np.eye(128, dtype=np.float32), code_levels(spec), spec)
-    return speed, (time.perf_counter() - began) / x.size / usable_cpus()
+    return 2 * side**3 / (time.perf_counter() - began)
 
 
 def _duration(seconds: float) -> str:
