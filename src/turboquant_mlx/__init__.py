@@ -46,9 +46,21 @@ class _ConvertPackage(ModuleType):
     function under the same name would come and go; a package that can be called is both, always.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert a model: see turboquant_mlx.convert.pipeline.convert for the arguments."""
-        return importlib.import_module(".pipeline", self.__name__).convert(*args, **kwargs)
+    def __call__(self, hf_path: Any, mlx_path: Any = "mlx_model", **options: Any) -> Any:
+        """Convert a checkpoint into a small one.
+
+        Args:
+            hf_path: the source, a local folder or a hub repository.
+            mlx_path: the folder to write.
+            options: of ``convert.pipeline.convert`` (``overwrite``, ``progress``) and of
+                ``convert.options.ConvertOptions`` (``bits=4``, ``group_size=64``, ...).
+
+        Returns:
+            a ``convert.report.ConvertReport``.
+        """
+        return importlib.import_module(".pipeline", self.__name__).convert(
+            hf_path, mlx_path, **options
+        )
 
 
 if not TYPE_CHECKING:

@@ -132,8 +132,7 @@ def _quoted(text: str) -> str:
 def _how_to_run(name: str) -> list[str]:
     folder = shlex.quote(name)
     return [
-        "On a Mac: `pip install turboquant-mlx-kit`. On Linux: "
-        '`pip install "turboquant-mlx-kit[cpu]"` or `"turboquant-mlx-kit[cuda]"`.',
+        "Install turboquant-mlx-kit first (on Linux with its extra `cpu` or `cuda`).",
         _code("bash", f'turboquant-generate --model {folder} --prompt "Why is the sky blue?"'),
         _code(
             "python",

@@ -23,7 +23,7 @@ from .schema import Manifest
 MODEL_FILE_TEXT = '''\
 """Lets stock mlx-lm (with --trust-remote-code) and mlx-vlm load this TurboQuant model.
 
-Needs the package that made it: pip install turboquant-mlx-kit
+Needs the package that made it, turboquant-mlx-kit
 """
 
 from turboquant_mlx.checkpoint.stock import StockModule
