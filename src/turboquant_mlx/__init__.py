@@ -46,21 +46,14 @@ class _ConvertPackage(ModuleType):
     function under the same name would come and go; a package that can be called is both, always.
     """
 
-    def __call__(self, hf_path: Any, mlx_path: Any = "mlx_model", **options: Any) -> Any:
-        """Convert a checkpoint into a small one.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert a checkpoint into a small one: ``convert(hf_path, mlx_path, **options)``.
 
-        Args:
-            hf_path: the source, a local folder or a hub repository.
-            mlx_path: the folder to write.
-            options: of ``convert.pipeline.convert`` (``overwrite``, ``progress``) and of
-                ``convert.options.ConvertOptions`` (``bits=4``, ``group_size=64``, ...).
-
-        Returns:
-            a ``convert.report.ConvertReport``.
+        The options are those of ``convert.pipeline.convert`` (``overwrite``, ``progress``) and of
+        ``convert.options.ConvertOptions`` (``bits=4``, ``group_size=64``, ...); the result is a
+        ``convert.report.ConvertReport``.
         """
-        return importlib.import_module(".pipeline", self.__name__).convert(
-            hf_path, mlx_path, **options
-        )
+        return importlib.import_module(".pipeline", self.__name__).convert(*args, **kwargs)
 
 
 if not TYPE_CHECKING:
