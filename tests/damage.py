@@ -7,6 +7,8 @@ ways in which no library would write it.
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -194,5 +196,28 @@ def cut(name: str, keep: int) -> Damage:
     def damage(folder: Path) -> None:
         file = folder / name
         file.write_bytes(file.read_bytes()[:keep])
+
+    return damage
+
+
+def pipe(name: str) -> Damage:
+    """Put a named pipe, to which nobody writes, in place of a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def retype(tensor: str, dtype: str, size: int) -> Damage:
+    """Give a tensor another type, of ``size`` bytes, with zeros for values."""
+
+    def damage(folder: Path) -> None:
+        def change(tensors: dict[str, Any]) -> None:
+            _, shape, _ = tensors[tensor]
+            tensors[tensor] = [dtype, shape, bytes(size * math.prod(shape))]
+
+        change_tensors(file_with(folder, tensor), change)
 
     return damage

@@ -6,6 +6,8 @@ Nothing here imports MLX, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -30,26 +32,32 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {_one_line(message)}", file=sys.stderr)
         print(f"hint: {self.prog} --help lists every option", file=sys.stderr)
         raise SystemExit(EXIT_ERROR)
 
 
 def notice(message: str) -> None:
     """Say something that the user should know, on stderr."""
-    print(f"note: {message}", file=sys.stderr, flush=True)
+    print(f"note: {_one_line(message)}", file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
     """Say something that the user may have to act on, on stderr."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {_one_line(message)}", file=sys.stderr, flush=True)
 
 
 def print_error(error: TurboQuantError) -> None:
     """Print an error as one line, with its hint below."""
-    print("error: " + " ".join(error.message.split()), file=sys.stderr)
+    print("error: " + _one_line(error.message), file=sys.stderr)
     if error.hint:
-        print("hint: " + " ".join(error.hint.split()), file=sys.stderr)
+        print("hint: " + _one_line(error.hint), file=sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    """Text that may come from a stranger's file, without what a terminal would obey."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None) -> int:
@@ -59,8 +67,13 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         the command's own code (None means 0), 2 after an error, 130 after Ctrl-C,
         141 when the reader of our output went away (as a shell reports SIGPIPE).
     """
+    _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
-        return command(argv) or EXIT_OK
+        code = command(argv) or EXIT_OK
+        sys.stdout.flush()
+        return code
     except TurboQuantError as error:
         print_error(error)
         return error.exit_code
@@ -71,12 +84,42 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         # Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        where = error.filename or "reading or writing failed"
+        _silence_broken_stdout()
+        with contextlib.suppress(OSError):
+            print_error(TurboQuantError(f"{where}: {error.strerror or error}"))
+        return EXIT_ERROR
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith("filesystem error: temp_directory_path"):  # MLX's compiler
+            hint = "set TMPDIR to a folder that exists"
+            print_error(TurboQuantError("there is no folder for temporary files", hint))
+            return EXIT_ERROR
         if not _is_out_of_memory(error):
             raise
         hint = "fewer bits or a shorter prompt need less"
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
+
+
+def _open_closed_streams() -> None:
+    """Give output that the caller closed (``>&-``) to nobody.
+
+    Otherwise the next file to be opened takes its number, and libraries print into that file.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            while os.open(os.devnull, os.O_RDWR) < number:
+                pass
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # lives as long as we do
+
+
+def _silence_broken_stdout() -> None:
+    """Python flushes stdout at its exit, and would complain again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_out_of_memory(error: Exception) -> bool:

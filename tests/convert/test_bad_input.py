@@ -132,6 +132,21 @@ DAMAGED = [
         d.set_key("quantization", to=[4]),
         ["/config.json: quantization is not an object"],
     ),
+    (
+        "a text_config that is a number",
+        d.set_key("text_config", to=5),
+        ["text_config is not an ob"],
+    ),
+    (
+        "complex numbers",
+        d.retype("model.norm.weight", "C64", 8),
+        ["model.norm.weight is complex64"],
+    ),
+    (
+        "a pipe in place of a file",
+        d.pipe("generation_config.json"),
+        ["generation_config.json: is n"],
+    ),
     ("no tokenizer", d.remove("tokenizer*"), ["has no tokenizer"]),
     ("a broken tokenizer", d.replace("tokenizer.json", "{"), ["tokenizer", "cannot be read"]),
     (
@@ -255,6 +270,33 @@ def test_the_source_is_never_overwritten(llama: Path, tmp_path: Path, name: str)
     done = convert(source, tmp_path / name, "--overwrite")
     assert_refused(done, "is the source itself", hint="choose another --mlx-path")
     assert contents(source) == before
+
+
+def test_a_source_inside_of_the_target_is_not_overwritten(llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    shutil.copytree(llama, target)
+    shutil.copytree(llama, target / "deep" / "source")
+    done = convert(target / "deep" / "source", target, "--overwrite")
+    assert_refused(done, "another model is in it", str(target / "deep" / "source"))
+    assert contents(target / "deep" / "source") == contents(llama)
+
+
+def test_a_target_that_is_a_link_in_a_circle(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("out")
+    assert_refused(convert(llama, tmp_path / "out"), "is a link in a circle")
+
+
+def test_a_target_whose_name_is_no_text(llama: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path / "out") + b"\xff"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "turboquant_mlx.convert", "--no-balance"),
+            *("--hf-path", str(llama), "--mlx-path", os.fsdecode(name)),
+        ],
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"out\\udcff" in done.stdout
 
 
 def test_a_target_in_no_folder(llama: Path, tmp_path: Path) -> None:
@@ -460,3 +502,21 @@ def test_an_error_in_a_real_process(in_shards: Path, tmp_path: Path) -> None:
     assert_refused(done, SHARD, "truncated")
     same = run(tmp_path / "out", ["--hf-path", str(source), "--mlx-path", str(tmp_path / "out")])
     assert done.messages == same.messages
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_standard_output_that_is_full(llama: Path, tmp_path: Path) -> None:
+    arguments = ["--no-balance", "--hf-path", str(llama), "--mlx-path", str(tmp_path / "out")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "turboquant_mlx.convert", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert_refused(Conversion(Path(), done.returncode, "", done.stderr), "writing failed: No space")
+
+
+def test_a_usage_error_is_one_line(llama: Path, tmp_path: Path) -> None:
+    done = convert(llama, tmp_path / "out", "--no\nsuch\x1b[31m")
+    assert_refused(done, "unrecognized arguments: --no such\\x1b[31m")

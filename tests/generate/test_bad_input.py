@@ -6,6 +6,7 @@ that a folder promises is checked before the first weight is used.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -203,3 +204,70 @@ def test_a_damaged_folder_in_a_real_process(whole, tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {folder}: tensor {V}.scales is missing\n"
+
+
+@pytest.mark.parametrize("tensor", [f"{V}.table", f"{Q}.multiplier", "model.norm.weight"])
+def test_values_that_are_not_numbers(run, whole, tmp_path, tensor):
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    d.overwrite_values(tensor, b"\xff" * 8)(folder)
+    done = run("--model", str(folder), *ASK)
+    assert done.code == 2
+    assert done.out == ""
+    assert f"error: {folder}: the model computes values that are not numbers" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--stop", "9" * 5000], "is not a token id of this model"),
+        (["--stop", "\udcff"], "--stop is not valid UTF-8 text"),
+        (["--rep-ctx", str(10**30), "--rep-penalty", "1.1"], "must be at most"),
+    ],
+    ids=["a stop of many digits", "a stop that is no text", "a context beyond all bounds"],
+)
+def test_options_beyond_all_bounds(run, whole, options, says):
+    done = run("--model", str(whole), *ASK, *options)
+    assert done.code == 2
+    assert done.out == ""
+    assert says in done.err
+
+
+def test_a_tokenizer_that_fails_on_the_prompt(run, whole, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    d.replace("tokenizer_config.json", '{"model_max_length": "x"}')(folder)
+    d.remove("chat_template.jinja")(folder)
+    done = run("--model", str(folder), *ASK)
+    assert done.code == 2
+    assert "error: the model's tokenizer fails: " in done.err
+
+
+def test_a_text_config_that_is_a_number(run, whole, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    d.set_key("text_config", to=5)(folder)
+    assert run("--model", str(folder), *ASK).code == 0
+
+
+def test_closed_standard_output(whole):
+    done = subprocess.run(
+        [sys.executable, "-m", "turboquant_mlx.generate", "--model", str(whole), *ASK],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.close(1),
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_no_folder_for_temporary_files(whole):
+    done = subprocess.run(
+        [sys.executable, "-m", "turboquant_mlx.generate", "--model", str(whole), *ASK],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": "/nothing"},
+    )
+    # MLX needs it only where it compiles for the CPU
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr

@@ -57,8 +57,10 @@ def test_the_spellings_of_off_that_files_use(config):
         ("top_p", True),
         ("top_k", 2.5),
         ("top_k", "many"),
+        ("top_k", 10**400),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", float("inf")),
+        ("repetition_penalty", 10**400),
         ("repetition_penalty", [1.0]),
     ],
 )

@@ -37,6 +37,7 @@ def test_end_tokens_are_masked_for_that_many_generated_tokens():
 def test_end_tokens_that_the_head_does_not_have_are_left_alone():
     assert generate(MinTokens(1, {END, 900}), [5]) == [[2], []]
     assert generate(MinTokens(1, {900}), [5]) == [[], []]
+    assert generate(MinTokens(1, {END, -1, -(10**400)}), [5]) == [[2], []]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])

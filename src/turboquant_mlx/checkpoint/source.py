@@ -207,6 +207,7 @@ def inspect_folder(path: str | Path) -> Folder:
     path = Path(path)
     if not path.is_dir():
         raise ModelNotFoundError(f"no such folder: {path}")
+    _refuse_pipes(path)
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
         raise ModelNotFoundError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
@@ -246,6 +247,14 @@ def has_tokenizer(path: str | Path) -> bool:
     """Whether a folder holds a tokenizer in any of the usual formats."""
     path = Path(path)
     return any((path / name).is_file() for name in TOKENIZER_FILES) or any(path.glob("*.tiktoken"))
+
+
+def _refuse_pipes(path: Path) -> None:
+    """Reading a named pipe or a device in place of a file would never end."""
+    for pattern in DOWNLOAD_PATTERNS:
+        for file in path.glob(pattern):
+            if file.exists() and not file.is_file() and not file.is_dir():
+                raise CheckpointError(f"{file}: is not a file")
 
 
 def _read_index(file: Path) -> dict[str, Any] | None:

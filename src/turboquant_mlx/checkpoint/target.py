@@ -55,6 +55,8 @@ def check_target(target: str | Path, *, overwrite: bool = False) -> None:
     target = Path(target)
     final = Path(os.path.realpath(target))
     with os_errors(f"{target} cannot be made"):
+        if final.is_symlink():  # all others were followed
+            raise OutputError(f"{target} cannot be made, it is a link in a circle")
         if final.exists():
             if not overwrite:
                 raise OutputError(
@@ -67,6 +69,11 @@ def check_target(target: str | Path, *, overwrite: bool = False) -> None:
                 raise OutputError(
                     f"{target} is not a model folder (it has no {CONFIG_FILE}) and is not "
                     "overwritten"
+                )
+            for inner in final.glob(f"*/**/{CONFIG_FILE}"):
+                raise OutputError(
+                    f"{target} is not overwritten, another model is in it: {inner.parent}",
+                    hint="move that one away, or choose another folder",
                 )
         if not final.parent.is_dir():
             raise OutputError(f"{target} cannot be made, there is no folder {final.parent}")

@@ -61,7 +61,7 @@ def write_side_files(
     card_file = folder.path / "README.md"
     source_card = card_file.read_text(errors="replace") if card_file.is_file() else None
     card = model_card(report=report.to_dict(), options=options.to_dict(), source_card=source_card)
-    writer.add_bytes("README.md", card.encode())
+    writer.add_bytes("README.md", card.encode(errors="replace"))
 
 
 def declare_mtp(writer: FolderWriter, folder: Folder, names: list[str]) -> None:

@@ -145,6 +145,8 @@ def _check_description(path: Path, config: dict[str, Any]) -> None:
     for key in ("quantization", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
             raise CheckpointError(f"{path}/config.json: {key} is not an object")
+    if not isinstance(config.get("text_config") or {}, dict):
+        raise CheckpointError(f"{path}/config.json: text_config is not an object")
 
 
 def _source_precision(config: dict[str, Any]) -> str | None:
@@ -204,9 +206,9 @@ def _check_floating(folder: Folder, model: nn.Module, precision: str | None) -> 
         if mx.issubdtype(value.dtype, mx.floating):
             continue
         if precision is not None or name.endswith(".weight"):
+            kind = SAFETENSORS_DTYPES.get(value.dtype, str(value.dtype).rpartition(".")[-1])
             raise UnsupportedModelError(
-                f"{folder.path}: {name} is {SAFETENSORS_DTYPES[value.dtype]}, which mlx-lm cannot "
-                "turn into floating point",
+                f"{folder.path}: {name} is {kind}, which mlx-lm cannot turn into floating point",
                 hint="convert the 16-bit model that this one was made from",
             )
 

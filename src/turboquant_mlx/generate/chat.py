@@ -70,9 +70,13 @@ def encode_prompt(tokenizer: Any, prompt: str, *, no_think: bool = False) -> Enc
             notices.append("--no-think has no effect without a chat template")
         # The rule of mlx-lm: a prompt that already spells the start token gets no second one.
         start = tokenizer.bos_token
-        tokens = tokenizer.encode(
-            prompt, add_special_tokens=start is None or not prompt.startswith(start)
-        )
+        try:
+            tokens = tokenizer.encode(
+                prompt, add_special_tokens=start is None or not prompt.startswith(start)
+            )
+        except Exception as error:  # a tokenizer's files can be wrong in ways that show only here
+            reason = str(error) or type(error).__name__
+            raise CheckpointError(f"the model's tokenizer fails: {reason}") from error
     elif no_think:
         tokens = _apply_template(tokenizer, prompt, enable_thinking=False)
         if tokens == _apply_template(tokenizer, prompt, enable_thinking=True):

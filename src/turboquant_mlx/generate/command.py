@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .. import cli
-from ..errors import OptionError
+from ..errors import CheckpointError, OptionError
 from . import parser
 from .chat import encode_prompt, read_prompt
 from .defaults import read_generation_config, resolve_sampling
@@ -39,7 +39,8 @@ class LoadedModel:
         size = self.config.get("vocab_size")
         if size is None:
             # Models that read more than text describe their text part apart.
-            size = (self.config.get("text_config") or {}).get("vocab_size")
+            text_config = self.config.get("text_config")
+            size = text_config.get("vocab_size") if isinstance(text_config, dict) else None
         return size if isinstance(size, int) else len(self.tokenizer)
 
 
@@ -154,7 +155,7 @@ def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
     )
     try:
         with contextlib.closing(responses):
-            stream_answer(responses, out, statistics)
+            stream_answer(_numbers_only(responses, loaded.folder), out, statistics)
     finally:
         if statistics.generated_tokens:
             print(f"sampling: {sampling.describe()}", file=sys.stderr)
@@ -162,6 +163,26 @@ def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
                 print(line, file=sys.stderr)
     if statistics.finish_reason == "stop" and statistics.generated_tokens == 1:
         cli.notice("the model ended at once; --min-tokens 1 makes it write something")
+
+
+def _numbers_only(responses: Iterable[Any], folder: Path) -> Iterable[Any]:
+    """The responses as they come, if the model's first prediction consists of numbers.
+
+    One damaged value spreads over all of it, and the answer would be of tokens that mean nothing.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    import mlx.core as mx
+
+    for number, response in enumerate(responses):
+        # later ones are not looked at: that would wait for the token that is computed meanwhile
+        if number == 0 and mx.isnan(response.logprobs).any().item():
+            raise CheckpointError(
+                f"{folder}: the model computes values that are not numbers",
+                hint="a file is damaged, or a sampling option is far beyond what is usual",
+            )
+        yield response
 
 
 def _check_cpu_expand(cpu_expand: str) -> None:

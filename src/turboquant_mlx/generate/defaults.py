@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,7 @@ def _from_file(
     sensible = isinstance(value, kinds) and not isinstance(value, bool)
     if sensible and whole and value < 0:
         return 0.0  # the usual spelling of "off" besides 0
-    if not sensible or not 0 <= value <= at_most or not math.isfinite(value):
+    if not sensible or not 0 <= value <= min(at_most, sys.float_info.max):
         raise CheckpointError(
             f"{FILE}: {key} is {value!r}, which is no usable value",
             hint=f"{flag} 0 runs the model without it",

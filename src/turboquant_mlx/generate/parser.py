@@ -18,6 +18,7 @@ DEFAULT_MAX_TOKENS = 200
 DEFAULT_TEMP = 0.7
 DEFAULT_REP_CTX = 256
 MAX_SEED = 2**64 - 1
+MAX_REP_CTX = 2**31 - 1  # MLX slices with numbers of 32 bits
 
 DESCRIPTION = "Answer a prompt with a TurboQuant model, or with any model that mlx-lm can run."
 
@@ -131,7 +132,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rep-ctx",
-        type=_integer(at_least=1),
+        type=_integer(at_least=1, at_most=MAX_REP_CTX),
         help="How many of the latest tokens, prompt included, the repetition penalty looks at "
         f"(default: {DEFAULT_REP_CTX})",
     )

@@ -32,7 +32,7 @@ class MinTokens:
         self._calls += 1
         if self._calls <= self._count:
             # A model's files may name ids that its head does not have.
-            ids = [token for token in self._end_ids if token < logits.shape[-1]]
+            ids = [token for token in self._end_ids if 0 <= token < logits.shape[-1]]
             if ids:
                 logits[:, mx.array(ids)] = -mx.inf
         return logits

@@ -56,7 +56,7 @@ def stop_token_ids(tokenizer: Any, stops: Iterable[str], vocabulary: int) -> set
 
 def _stop_token_id(tokenizer: Any, text: str, vocabulary: int) -> int:
     if text.isascii() and text.isdigit():
-        token = int(text)
+        token = int(text) if len(text) < 20 else vocabulary  # Python refuses very long ones
         if token >= vocabulary:
             raise OptionError(
                 f"--stop {text} is not a token id of this model: they go up to {vocabulary - 1}"
@@ -66,9 +66,10 @@ def _stop_token_id(tokenizer: Any, text: str, vocabulary: int) -> int:
     if known is not None:
         return int(known)
     try:
-        tokens = list(tokenizer.encode(text, add_special_tokens=False))
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise OptionError("--stop is not valid UTF-8 text") from None
+    tokens = list(tokenizer.encode(text, add_special_tokens=False))
     unknown = getattr(tokenizer, "unk_token_id", None)
     if len(tokens) != 1 or tokens[0] == unknown:
         count = "no token" if not tokens or tokens == [unknown] else f"{len(tokens)} tokens"
