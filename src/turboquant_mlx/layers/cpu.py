@@ -37,11 +37,14 @@ KEEP_SHARE = 0.7
 """Share of the memory that is free at load which "auto" lets expanded weights take."""
 
 
-def packed_rows(weight: PackedWeight, use_qjl: bool) -> Callable[[int, int], np.ndarray]:
-    """A function that decodes rows of a packed (O, I) weight in its stored domain."""
+def packed_matrix(weight: PackedWeight, use_qjl: bool, keep: bool) -> CpuMatrix:
+    """The matrix of a packed (O, I) weight in its stored domain."""
+    rows, width = weight.shape
     if use_qjl and weight.spec.qjl:
-        return lambda a, b: dequantize_numpy(weight, a, b, rotated=True)
-    return RowDecoder(weight)
+        # this decoder evaluates MLX arrays, and shares its work between threads itself
+        expand = partial(dequantize_numpy, weight, rotated=True)
+        return CpuMatrix((rows, width), expand, keep, any_thread=False)
+    return CpuMatrix((rows, width), RowDecoder(weight), keep)
 
 
 class ExpandedWeight:

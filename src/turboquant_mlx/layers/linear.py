@@ -8,7 +8,7 @@ from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dispatch import backend, is_traced
 from ..kernels.matmul import packed_matmul
 from ..quant.spec import QuantSpec
-from .cpu import ExpandedWeight, packed_rows
+from .cpu import ExpandedWeight, packed_matrix
 from .packed import PackedLayer
 from .rotation_group import RotationGroup
 
@@ -44,5 +44,4 @@ class TurboQuantLinear(PackedLayer):
         return y
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
-        rows, width = self.shape
-        return CpuMatrix((rows, width), packed_rows(self.packed(), self.use_qjl), keep)
+        return packed_matrix(self.packed(), self.use_qjl, keep)

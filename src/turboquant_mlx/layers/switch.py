@@ -8,7 +8,7 @@ from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import backend, is_traced
 from ..kernels.gather import gather_matmul
 from ..quant.spec import QuantSpec
-from .cpu import ExpandedExperts, packed_rows
+from .cpu import ExpandedExperts, packed_matrix
 from .packed import PackedLayer
 from .rotation_group import RotationGroup
 
@@ -48,6 +48,4 @@ class TurboQuantSwitchLinear(PackedLayer):
         return y
 
     def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
-        _, rows, width = self.shape
-        weight = self.packed().expert(expert)
-        return CpuMatrix((rows, width), packed_rows(weight, self.use_qjl), keep)
+        return packed_matrix(self.packed().expert(expert), self.use_qjl, keep)
