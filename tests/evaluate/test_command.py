@@ -287,6 +287,8 @@ def test_texts_and_outputs(evaluate, tmp_path):
     assert "is a folder" in refused(evaluate("--output", tmp_path))
     nowhere = tmp_path / "absent" / "result.json"
     assert "there is no folder" in refused(evaluate("--output", nowhere))
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a device or a pipe" in refused(evaluate("--output", tmp_path / "pipe"))
 
 
 def test_a_source_without_tokenizer(evaluate, models):

@@ -150,10 +150,13 @@ def check_output(path: Path) -> None:
     """Make sure that a file can be written before the long work begins.
 
     Raises:
-        OutputError: it is a folder, or its folder is missing or not writable.
+        OutputError: it is a folder or a device, or its folder is missing or not writable.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a folder, not a file to write to")
+    if path.exists() and not path.is_file():
+        # the file that is written takes the place of what was there
+        raise OutputError(f"{path} is a device or a pipe, not a file to write to")
     if not path.parent.is_dir():
         raise OutputError(f"{path} cannot be written, there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
