@@ -162,7 +162,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted model with everything that the format knows, in several shards."""
     place = tmp_path_factory.mktemp("converted")
     tiny.build_source(place / "source", "qwen2")
-    options = {"use_qjl": True, "quantize_extras": True}
+    options = {"group_size": 64, "use_qjl": True, "quantize_extras": True}
     convert(place / "source", place / "whole", max_shard_bytes=60_000, **options)
     assert len(inspect_folder(place / "whole").weight_files) > 2
     return place / "whole"
