@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -68,6 +69,7 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         141 when the reader of our output went away (as a shell reports SIGPIPE).
     """
     _open_closed_streams()
+    _end_cleanly_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
@@ -100,6 +102,16 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         hint = "fewer bits or a shorter prompt need less"
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
+
+
+def _end_cleanly_on_sigterm() -> None:
+    """Let a request to end unwind the stack, so that what is half written is removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
 
 
 def _open_closed_streams() -> None:

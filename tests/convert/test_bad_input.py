@@ -456,6 +456,27 @@ def test_ctrl_c_leaves_everything_as_it_was(llama: Path, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_request_to_end_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    process = start(llama, tmp_path / "out")
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_the_source_links_to_are_not_overwritten(llama: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "out"
+    assert convert(llama, target).code == 0
+    shutil.copytree(llama, source)
+    (source / "model.safetensors").rename(target / "weights.bin")
+    (source / "model.safetensors").symlink_to(target / "weights.bin")
+    before = contents(target)
+    result = convert(source, target, "--overwrite")
+    assert result.code == 2
+    assert "weights.bin, which the source links to" in result.err
+    assert contents(target) == before
+
+
 def test_kill_leaves_no_folder_that_looks_whole(llama: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     process = start(llama, target)

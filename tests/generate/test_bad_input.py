@@ -84,6 +84,11 @@ DAMAGED = [
         d.change_header(f"{V}.codes", dtype="F32"),
         [f"{V}.codes", "F32", "U32"],
     ),
+    (
+        "a norm of whole numbers",
+        d.change_header("model.norm.weight", dtype="I16"),
+        ["model.norm.weight", "I16", "floating point"],
+    ),
     # manifest
     ("9 bits", module(V, "bits", to=9), [V, "9"]),
     ("5 bits where the files have 3", module(V, "bits", to=5), [V, "5"]),

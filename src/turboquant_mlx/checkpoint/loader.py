@@ -31,7 +31,7 @@ from .build import Transform, adopt
 from .config import normalize_config
 from .model_class import model_classes
 from .named_error import named_error, named_read_errors
-from .schema import MODEL_FILE, Manifest, has_manifest
+from .schema import FLOAT_DTYPES, MODEL_FILE, Manifest, has_manifest
 from .source import Folder, has_tokenizer, inspect_folder, resolve
 
 logger = logging.getLogger("turboquant_mlx")
@@ -159,6 +159,8 @@ def load_model(
         get_model_classes=get_classes,
         trust_remote_code=trust_remote_code,
     )
+    if manifest is not None and transform is None:
+        _check_plain_tensors(manifest, folder)
     if manifest is None and backend() == "cpu":
         # stock layers are slow there, and 16-bit experts raise
         cpu.prepare(model, cpu_expand)
@@ -208,6 +210,16 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
             )
         return manifest, partial(_repack, manifest)
     return None, None
+
+
+def _check_plain_tensors(manifest: Manifest, folder: Folder) -> None:
+    """Whatever is not quantized is floating point in every model that we convert."""
+    packed = manifest.tensors()
+    for name, info in folder.tensors.items():
+        if name not in packed and info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{folder.path}: tensor {name} is {info.dtype}, not floating point"
+            )
 
 
 def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.array]:

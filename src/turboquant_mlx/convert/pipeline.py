@@ -101,6 +101,12 @@ def convert(
     source = open_source(hf_path, trust_remote_code=options.trust_remote_code)
     if target.resolve() == source.folder.path.resolve():
         raise OutputError(f"{target} is the source itself", hint="choose another --mlx-path")
+    for file in source.folder.weight_files:
+        if target.resolve() in file.resolve().parents:
+            raise OutputError(
+                f"{target} holds {file.resolve().name}, which the source links to",
+                hint="choose another --mlx-path",
+            )
     infos = list_modules(source.model)
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:

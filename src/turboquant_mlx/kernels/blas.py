@@ -33,14 +33,18 @@ def _libraries() -> list:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep every BLAS in this process to one thread; may be nested, and entered by many threads."""
+    """Keep every BLAS to one thread; may be nested, and entered by many threads.
+
+    Some builds count threads for the whole process, others for each calling thread, so every
+    entry sets the number; the last one to leave puts back what the first one found.
+    """
     global _depth, _counts
     libraries = _libraries()
     with _lock:
         if _depth == 0:
             _counts = [library.get_num_threads() for library in libraries]
-            for library in libraries:
-                library.set_num_threads(1)
+        for library in libraries:
+            library.set_num_threads(1)
         _depth += 1
     try:
         yield
@@ -66,17 +70,19 @@ if hasattr(os, "register_at_fork"):
 def share(work: Callable[[int, int], None], pieces: Iterable[tuple[int, int]]) -> None:
     """Call ``work(start, stop)`` for all pieces, from this thread and from the pool's.
 
-    Every piece must write to a place of its own. The first exception is raised in the end.
+    The BLAS keeps to one thread meanwhile. Every piece must write to a place of its own. The first
+    exception is raised in the end.
     """
     waiting = iter(list(pieces))
 
     def take() -> None:
-        while True:
-            with _lock:
-                piece = next(waiting, None)
-            if piece is None:
-                return
-            work(*piece)
+        with one_thread():
+            while True:
+                with _lock:
+                    piece = next(waiting, None)
+                if piece is None:
+                    return
+                work(*piece)
 
     pool = _pool()
     helpers = [] if pool is None else [pool.submit(take) for _ in range(usable_cpus() - 1)]

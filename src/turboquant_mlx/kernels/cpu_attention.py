@@ -71,11 +71,11 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
         out[:, :, :, start:stop] = block_out.reshape(batch, kv_heads, repeats, stop - start, -1)
 
     step = max(1, SCORE_BYTES // (4 * batch * heads * max(context, 1)))
-    with one_thread():
-        if step >= length:
+    if step < length:
+        share(work, pieces_of(length, step))
+    else:
+        with one_thread():
             work(0, length)
-        else:
-            share(work, pieces_of(length, step))
     return mx.array(out.reshape(batch, heads, length, -1)).astype(q.dtype)
 
 

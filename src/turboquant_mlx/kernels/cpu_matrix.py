@@ -88,8 +88,7 @@ class CpuMatrix:
             with one_thread():
                 work(0, rows)
         else:
-            with one_thread():
-                share(work, pieces_of(rows, -(-rows // (2 * usable_cpus()))))
+            share(work, pieces_of(rows, -(-rows // (2 * usable_cpus()))))
         return out
 
     def multiply_transposed(self, y: np.ndarray) -> np.ndarray:
@@ -131,12 +130,12 @@ class CpuMatrix:
     def _for_blocks(self, work: Callable[[int, int], None]) -> None:
         """Call ``work`` for blocks of rows of bounded size."""
         pieces = pieces_of(self.shape[0], self._block_rows())
+        if self._any_thread:
+            share(work, pieces)
+            return
         with one_thread():
-            if self._any_thread:
-                share(work, pieces)
-            else:
-                for piece in pieces:
-                    work(*piece)
+            for piece in pieces:
+                work(*piece)
 
     def _block_rows(self) -> int:
         return max(1, BLOCK_BYTES // (4 * self.shape[1]))
