@@ -28,6 +28,7 @@ from turboquant_mlx.convert.calibrate import (
 )
 from turboquant_mlx.convert.pipeline import convert as convert_function
 from turboquant_mlx.kernels import attention_hook
+from turboquant_mlx.kernels.dispatch import force_backend
 
 TEXT = "All happy codes are alike; every unhappy code is unhappy in its own way. " * 99
 
@@ -144,6 +145,15 @@ class TestStatistics:
         )
         assert found.channels.keys() == groups.keys()
         assert not found.warnings
+
+    def test_are_the_same_on_every_back_end(self) -> None:
+        groups = ["layers.0.up", "layers.0.gate"], ["layers.2.down"], ["lm_head"]
+        here = measured(partial(make, Toy), *groups)
+        with force_backend("portable"):
+            there = measured(partial(make, Toy), *groups)
+        assert here.channels.keys() == there.channels.keys()
+        for leader, channels in here.channels.items():
+            assert np.allclose(channels.input_energy, there.channels[leader].input_energy)
 
     def test_leave_no_trace_behind(self) -> None:
         assert not attention_hook.is_installed()

@@ -202,7 +202,7 @@ def _add_precision(group: Any) -> None:
     group.add_argument(
         "--balance-text",
         metavar="FILE",
-        help="UTF-8 text for that run: 512 tokens of it, in pieces spread over its first million "
+        help="UTF-8 text for that run: 1024 tokens of it, in pieces spread over its first million "
         "characters (default: a mixed text that comes with this package)",
     )
     group.add_argument(
