@@ -18,7 +18,7 @@ from turboquant_mlx.quant.viterbi import best_windows, make_trellis
 from turboquant_mlx.quant.weight import dequantize_rows, dequantize_weight, quantize_weight
 
 # Mean square error on N(0, 1) with the right scale: the promise of each table.
-ERRORS = {2: 0.0765, 3: 0.0206, 4: 0.0057}
+ERRORS = {2: 0.0757, 3: 0.0202, 4: 0.0055}
 bits_of_trellis = pytest.mark.parametrize("bits", TRELLIS_BITS)
 
 
@@ -208,15 +208,15 @@ def relative_error(spec: QuantSpec, w: mx.array, **options) -> float:
 @pytest.mark.parametrize(
     ("bits", "group_size", "layout", "limit"),
     [
-        (2, 192, "float16", 0.0765),
-        (3, 192, "float16", 0.0205),
-        (4, 192, "float16", 0.0057),
-        (3, 576, "float16", 0.0208),
-        (3, 192, "log8", 0.0207),
-        (3, 64, "float16", 0.0199),
-        (3, 64, "log8", 0.0201),
-        (3, 32, "log8", 0.0194),
-        (4, 32, "log8", 0.0055),
+        (2, 192, "float16", 0.0757),
+        (3, 192, "float16", 0.0201),
+        (4, 192, "float16", 0.0055),
+        (3, 576, "float16", 0.0204),
+        (3, 192, "log8", 0.0203),
+        (3, 64, "float16", 0.0195),
+        (3, 64, "log8", 0.0197),
+        (3, 32, "log8", 0.0190),
+        (4, 32, "log8", 0.0053),
     ],
 )
 def test_error_of_weights(bits, group_size, layout, limit):
