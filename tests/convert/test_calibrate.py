@@ -155,6 +155,27 @@ class TestStatistics:
         for leader, channels in here.channels.items():
             assert np.allclose(channels.input_energy, there.channels[leader].input_energy)
 
+    def test_are_the_same_each_time(self, workshop: Workshop) -> None:
+        """To the last bit, in products large enough to be shared between threads."""
+        source = workshop.source(
+            "llama",
+            hidden_size=576,
+            intermediate_size=1536,
+            num_attention_heads=9,
+            transformers5=False,
+        )
+        groups = manifest_of(workshop.converted(source).folder).groups()
+        tokenizer = load_tokenizer(source, {})
+        results = [
+            measure_channels(
+                lambda: load_stock(source, lazy=True)[0], groups, tokenizer, load_text()
+            ).channels
+            for _ in range(4)
+        ]
+        for leader in groups:
+            first, *others = (result[leader].input_energy for result in results)
+            assert all(np.array_equal(first, other) for other in others), leader
+
     def test_leave_no_trace_behind(self) -> None:
         assert not attention_hook.is_installed()
         kinds = (nn.Linear.__call__, nn.Embedding.as_linear)

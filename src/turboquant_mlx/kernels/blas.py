@@ -21,8 +21,9 @@ from threadpoolctl import ThreadpoolController
 from ..quant.threads import usable_cpus
 
 _lock = threading.Lock()
-_depth = 0
-_counts: list[int] = []
+_inside = 0  # threads that are in one_thread now
+_counts: list[int] = []  # what the libraries had before the first of them
+_nesting = threading.local()
 
 
 @cache
@@ -33,25 +34,30 @@ def _libraries() -> list:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep every BLAS to one thread; may be nested, and entered by many threads.
+    """Keep the BLAS to one thread; may be nested, and entered by many threads.
 
-    Some builds count threads for the whole process, others for each calling thread, so every
-    entry sets the number; the last one to leave puts back what the first one found.
+    Some builds count for the whole process, others for each calling thread, so every thread sets
+    the number when it enters and puts the first one back when it leaves. (Where the count is the
+    process's, one that is still inside is then slower, not wrong.)
     """
-    global _depth, _counts
+    global _inside, _counts
+    depth = getattr(_nesting, "depth", 0)
+    _nesting.depth = depth + 1
     libraries = _libraries()
-    with _lock:
-        if _depth == 0:
-            _counts = [library.get_num_threads() for library in libraries]
-        for library in libraries:
-            library.set_num_threads(1)
-        _depth += 1
+    if depth == 0:
+        with _lock:
+            if _inside == 0:
+                _counts = [library.get_num_threads() for library in libraries]
+            for library in libraries:
+                library.set_num_threads(1)
+            _inside += 1
     try:
         yield
     finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
+        _nesting.depth = depth
+        if depth == 0:
+            with _lock:
+                _inside -= 1
                 for library, count in zip(libraries, _counts, strict=True):
                     library.set_num_threads(count)
 
