@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
@@ -37,8 +38,9 @@ def one_thread() -> Iterator[None]:
     """Keep the BLAS to one thread; may be nested, and entered by many threads.
 
     Some builds count for the whole process, others for each calling thread, so every thread sets
-    the number when it enters and puts the first one back when it leaves. (Where the count is the
-    process's, one that is still inside is then slower, not wrong.)
+    the number when it enters. Where it is the thread's own, it is put back when the thread leaves;
+    where it is the process's, when nobody is inside any more: a product that is shared between two
+    threads is another in its last bits, and nothing may depend on which thread is done first.
     """
     global _inside, _counts
     depth = getattr(_nesting, "depth", 0)
@@ -59,7 +61,13 @@ def one_thread() -> Iterator[None]:
             with _lock:
                 _inside -= 1
                 for library, count in zip(libraries, _counts, strict=True):
-                    library.set_num_threads(count)
+                    if _inside == 0 or _counts_per_thread(library):
+                        library.set_num_threads(count)
+
+
+def _counts_per_thread(library: Any) -> bool:
+    """Whether the number of threads is that of the calling thread alone, as OpenMP has it."""
+    return getattr(library, "threading_layer", None) == "openmp"
 
 
 @cache
