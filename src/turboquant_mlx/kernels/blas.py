@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
@@ -38,9 +37,8 @@ def one_thread() -> Iterator[None]:
     """Keep the BLAS to one thread; may be nested, and entered by many threads.
 
     Some builds count for the whole process, others for each calling thread, so every thread sets
-    the number when it enters. Where it is the thread's own, it is put back when the thread leaves;
-    where it is the process's, when nobody is inside any more: a product that is shared between two
-    threads is another in its last bits, and nothing may depend on which thread is done first.
+    the number when it enters and puts the first one back when it leaves. (Where the count is the
+    process's, another thread that is still inside is then slower, not wrong.)
     """
     global _inside, _counts
     depth = getattr(_nesting, "depth", 0)
@@ -61,20 +59,22 @@ def one_thread() -> Iterator[None]:
             with _lock:
                 _inside -= 1
                 for library, count in zip(libraries, _counts, strict=True):
-                    if _inside == 0 or _counts_per_thread(library):
-                        library.set_num_threads(count)
+                    library.set_num_threads(count)
 
 
-def _counts_per_thread(library: Any) -> bool:
-    """Whether the number of threads is that of the calling thread alone, as OpenMP has it."""
-    return getattr(library, "threading_layer", None) == "openmp"
+def _begin_helper() -> None:
+    """Where the BLAS counts threads per thread, a helper's own count is one for good."""
+    for library in _libraries():
+        library.set_num_threads(1)
 
 
 @cache
 def _pool() -> ThreadPoolExecutor | None:
     """Helpers beside the calling thread; None where there is but one CPU."""
     helpers = usable_cpus() - 1
-    return ThreadPoolExecutor(helpers, "turboquant") if helpers else None
+    if not helpers:
+        return None
+    return ThreadPoolExecutor(helpers, "turboquant", initializer=_begin_helper)
 
 
 if hasattr(os, "register_at_fork"):
@@ -90,23 +90,25 @@ def share(work: Callable[[int, int], None], pieces: Iterable[tuple[int, int]]) -
     waiting = iter(list(pieces))
 
     def take() -> None:
-        with one_thread():
-            while True:
-                with _lock:
-                    piece = next(waiting, None)
-                if piece is None:
-                    return
-                work(*piece)
+        while True:
+            with _lock:
+                piece = next(waiting, None)
+            if piece is None:
+                return
+            work(*piece)
 
     pool = _pool()
-    helpers = [] if pool is None else [pool.submit(take) for _ in range(usable_cpus() - 1)]
-    try:
-        take()
-    finally:
-        for helper in helpers:
-            # one that has not begun has nothing left to do
-            if not helper.cancel():
-                helper.result()
+    # the limit is set and lifted here alone, while no helper is at work: a product whose number of
+    # threads changed under way would be another in its last bits
+    with one_thread():
+        helpers = [] if pool is None else [pool.submit(take) for _ in range(usable_cpus() - 1)]
+        try:
+            take()
+        finally:
+            for helper in helpers:
+                # one that has not begun has nothing left to do
+                if not helper.cancel():
+                    helper.result()
 
 
 def pieces_of(length: int, step: int) -> list[tuple[int, int]]:
