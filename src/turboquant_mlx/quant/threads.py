@@ -8,6 +8,7 @@ number of threads.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,18 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_own = threading.local()
+
+
+def in_parallel() -> bool:
+    """Whether this is one of several threads of ``for_each``."""
+    return getattr(_own, "in_parallel", False)
+
+
+def _begin() -> None:
+    _own.in_parallel = True
 
 
 def for_each(work: Callable[[int], None], starts: range, threads: int | None = None) -> None:
@@ -33,7 +46,7 @@ def for_each(work: Callable[[int], None], starts: range, threads: int | None = N
         for start in starts:
             work(start)
         return
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers, initializer=_begin) as pool:
         waiting: deque[Future[None]] = deque()
         try:
             for start in starts:

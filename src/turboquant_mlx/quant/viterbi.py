@@ -37,7 +37,9 @@ from typing import Any
 
 import numpy as np
 
+from .helpers import search_elsewhere
 from .packing import array_module
+from .threads import in_parallel
 
 Array = Any  # np.ndarray or mx.array
 
@@ -62,7 +64,8 @@ class Trellis:
         window: L.
         fan: 2**k, windows that leave or reach a state.
         states: H.
-        squares: int32 [2**L], fan * (level**2 / 2) + C for each window, levels in grid units.
+        levels: int32 [2**L], the table in grid units.
+        squares: int32 [2**L], fan * (level**2 / 2) + C for each window.
         slopes: int32 [2**L], fan * level.
     """
 
@@ -70,6 +73,7 @@ class Trellis:
     window: int
     fan: int
     states: int
+    levels: np.ndarray
     squares: np.ndarray
     slopes: np.ndarray
 
@@ -80,12 +84,13 @@ class Trellis:
 
 
 @lru_cache(maxsize=16)
-def _trellis(levels: bytes, bits: int, window: int) -> Trellis:
-    level = np.rint(np.frombuffer(levels, np.float32) * GRID).astype(np.int32)
+def grid_trellis(levels: bytes, bits: int, window: int) -> Trellis:
+    """The trellis of a table that is given as the bytes of int32 levels in grid units."""
+    level = np.frombuffer(levels, np.int32)
     fan = 1 << bits
     low = np.arange(1 << window, dtype=np.int32) & (fan - 1)
     squares = fan * ((level * level + 1) // 2) + low
-    return Trellis(bits, window, fan, 1 << (window - bits), squares, fan * level)
+    return Trellis(bits, window, fan, 1 << (window - bits), level, squares, fan * level)
 
 
 def make_trellis(levels: np.ndarray, bits: int, window: int) -> Trellis:
@@ -96,7 +101,8 @@ def make_trellis(levels: np.ndarray, bits: int, window: int) -> Trellis:
         bits: bits that each weight adds to the stream; at most half a window.
         window: bits of a window.
     """
-    return _trellis(levels.tobytes(), bits, window)
+    grid = np.rint(levels * np.float32(GRID)).astype(np.int32)
+    return grid_trellis(grid.tobytes(), bits, window)
 
 
 def best_windows(x: Array, trellis: Trellis, tile: int = 0) -> Array:
@@ -231,6 +237,16 @@ def _product(levels: bytes, slopes: bytes, window: int, bits: int) -> np.ndarray
 def _numpy_search(
     t: Trellis, grid: np.ndarray, start: np.ndarray | None, end: np.ndarray | None, stop: int
 ) -> np.ndarray:
+    """``search_here``, or the same in another process where several threads search at once."""
+    found = None
+    if in_parallel():
+        found = search_elsewhere(t.levels, t.bits, t.window, grid, start, end, stop)
+    return search_here(t, grid, start, end, stop) if found is None else found
+
+
+def search_here(
+    t: Trellis, grid: np.ndarray, start: np.ndarray | None, end: np.ndarray | None, stop: int
+) -> np.ndarray:
     """Search all lanes of ``grid`` [n, r], whole numbers in float32.
 
     Args:
@@ -342,7 +358,7 @@ def _mlx_steps(squares: bytes, slopes: bytes, bits: int, window: int, steps: int
 
 
 def _mlx_search(t: Trellis, grid: Any, start: Any, end: Any, stop: int) -> Any:
-    """``_numpy_search`` in MLX operations."""
+    """``search_here`` in MLX operations."""
     import mlx.core as mx
 
     n, r = grid.shape
