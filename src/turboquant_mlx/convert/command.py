@@ -148,8 +148,7 @@ def _add_precision(group: Any) -> None:
         choices=CODECS,
         help="how bits become weights (default: scalar). scalar: each weight has a code of its "
         "own; trellis: the codes of neighbours overlap (TCQ), which loses a tenth (4 bits) to a "
-        "third (2 bits) less with 0.2 bits per weight fewer; converting takes two to three times "
-        "as long",
+        "third (2 bits) less with 0.2 bits per weight fewer; converting takes about twice as long",
     )
     group.add_argument(
         "--group-size",
