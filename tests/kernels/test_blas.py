@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
+from turboquant_mlx.kernels import blas
 from turboquant_mlx.kernels.blas import one_thread, pieces_of, share
 
 
@@ -65,3 +66,27 @@ def test_an_error_in_any_piece_is_raised():
 def test_pieces_cover_the_length(length):
     pieces = pieces_of(length, 3)
     assert [i for a, b in pieces for i in range(a, b)] == list(range(length))
+
+
+@pytest.mark.parametrize("rows", [960, 3072, 1001])
+def test_a_product_of_one_row_is_the_same_with_any_number_of_threads(rows, monkeypatch):
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((rows, 577)).astype(np.float32)
+    x = rng.standard_normal((1, 577)).astype(np.float32)
+    with blas.one_thread():
+        expected = x @ matrix.T
+    for cpus in (1, 2, 3, 6, 16):
+        monkeypatch.setattr(blas, "usable_cpus", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(blas, "_contention", blas._Contention())
+        np.testing.assert_array_equal(blas.small_product(x, matrix), expected)
+
+
+def test_cores_that_others_want_are_left_to_them_for_a_while():
+    contention = blas._Contention()
+    for _ in range(contention.TRIAL):
+        contention.note(wall_s=1e-3, own_s=0.9e-3, clock_s=10.0)
+    assert not contention.now(10.1)
+    for _ in range(contention.TRIAL):
+        contention.note(wall_s=1e-3, own_s=0.3e-3, clock_s=20.0)
+    assert contention.now(20.1)
+    assert not contention.now(20.0 + contention.PAUSE_S)

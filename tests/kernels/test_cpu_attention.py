@@ -38,9 +38,24 @@ def both(q, k, v, **options):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
 @pytest.mark.parametrize("mask", [None, "causal"])
-def test_equals_mlx(length, mask):
+def test_equals_mlx(length, mask, monkeypatch):
+    monkeypatch.setattr(cpu_attention, "SMALL_ATTENTION", 0)
     got, expected = both(*arrays(length=length), mask=mask)
     assert mx.abs(got - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_reads_part_of_a_cache_in_16_bits(dtype):
+    q, k, v = (a.astype(dtype) for a in arrays(length=3, context=200))
+    k, v = k[:, :, :150], v[:, :, :150]
+    got, expected = both(q, k, v, mask="causal")
+    assert got.dtype == dtype
+    assert mx.abs(got - expected).max() < 0.03
+
+
+def test_leaves_a_single_token_with_a_short_context_to_mlx():
+    assert both(*arrays(length=1))[0] is None
+    assert both(*arrays(length=1, context=2**14, batch=1))[0] is not None
 
 
 @pytest.mark.parametrize("shape", [(5, 11), (2, 1, 5, 11), (2, 6, 5, 11), (1, 1, 1, 11)])

@@ -13,8 +13,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from turboquant_mlx.kernels import gather, matmul
+from turboquant_mlx.kernels.cpu_matrix import CpuMatrix
 from turboquant_mlx.kernels.dispatch import force_backend
-from turboquant_mlx.layers import rotation_group
+from turboquant_mlx.layers import cpu, rotation_group
 from turboquant_mlx.layers.linear import TurboQuantLinear
 from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.layers.switch import TurboQuantSwitchLinear
@@ -201,11 +202,65 @@ def three_layers():
 
 def test_layers_of_a_group_rotate_their_input_once(rotations, backend):
     _, *layers = three_layers()
+    for layer, _ in layers:
+        layer.expanded.keep = False  # a weight that is kept on the CPU takes the input as it is
     for seed in range(3):
         x = random(4, WIDTH, seed=seed)
         for layer, weight in layers:
             assert close(layer(x), x @ weight.T)
     assert len(rotations) == 3
+
+
+class Sum(nn.Module):
+    """q x + sum(k x) + sum(v x)"""
+
+    def __init__(self):
+        super().__init__()
+        _, *layers = three_layers()
+        self.layers = [layer for layer, _ in layers]
+        self.whole = mx.concatenate([weight for _, weight in layers])
+        cpu.prepare(self, "always")
+
+    def __call__(self, x):
+        return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
+
+
+def test_a_joint_product_has_gradients_compiles_and_is_copied():
+    model, x = Sum(), random(4, WIDTH, seed=9)
+    with force_backend("cpu"):
+        assert close(model(x), x @ model.whole.T)
+        grad = mx.grad(lambda x: (model(x) ** 2).sum())(x)
+        assert close(grad, 2 * (x @ model.whole.T) @ model.whole)
+        assert close(mx.compile(model)(x), x @ model.whole.T)
+        clone = copy.deepcopy(model)
+        clone.layers[0].codes = mx.zeros_like(clone.layers[0].codes)
+        assert close(model(x), x @ model.whole.T)
+        assert not close(clone(x), x @ model.whole.T)
+
+
+def test_on_the_cpu_kept_weights_of_a_group_are_multiplied_at_once(monkeypatch):
+    _, *layers = three_layers()
+    model = nn.Module()
+    model.layers = [layer for layer, _ in layers]
+    cpu.prepare(model, "always")
+    products = []
+    real = CpuMatrix.multiply
+    monkeypatch.setattr(
+        CpuMatrix, "multiply", lambda self, x: products.append(self.shape) or real(self, x)
+    )
+    with force_backend("cpu"):
+        for seed in range(2):
+            x = random(4, WIDTH, seed=seed)
+            for layer, weight in layers:
+                assert close(layer(x), x @ weight.T)
+        assert products == [(56, WIDTH)] * 2
+        other, weight = make(SPECS[1], (8, WIDTH), seed=7)
+        layers[1][0].load_weights([("codes", other.codes), ("scales", other.scales)], strict=False)
+        y = layers[1][0](random(4, WIDTH, seed=5))
+        assert products[2:] == [(56, WIDTH)]
+        assert not close(y, random(4, WIDTH, seed=5) @ layers[1][1].T, 0.1)  # new codes are used
+    cpu.drop_expansions(model)
+    assert layers[0][0].group.joint._expanded._matrix is None
 
 
 def test_only_the_leader_stores_the_multiplier():

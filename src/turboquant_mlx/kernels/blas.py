@@ -4,18 +4,20 @@ OpenBLAS, which NumPy's wheels bring, lets its threads wait for each other in a 
 anything else wants a core, they burn their time slices: with two cores and a load of ten a product
 took seven times as long with its threads as without. Here the BLAS keeps to one thread and the
 rows of the result are spread over a pool of Python threads, which sleep when they wait. Where
-nothing else runs that is as fast.
+nothing else runs that is as fast; but for products of less than about a millisecond, those of
+single tokens, waking a thread costs what it saves, see ``small_product``.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..quant.threads import usable_cpus
@@ -32,34 +34,105 @@ def _libraries() -> list:
     return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep the BLAS to one thread; may be nested, and entered by many threads.
+class limit:
+    """Context that keeps the BLAS to so many threads; may be nested, and entered by many threads.
 
-    Some builds count for the whole process, others for each calling thread, so every thread sets
-    the number when it enters and puts the first one back when it leaves. (Where the count is the
-    process's, another thread that is still inside is then slower, not wrong.)
+    Inside another one it changes nothing. Some builds count for the whole process, others for each
+    calling thread, so every thread sets the number when it enters and puts the first one back when
+    it leaves. (Where the count is the process's, another thread that is still inside is then
+    slower, not wrong.)
+
+    A class, not a generator: this is entered for every product of every generated token.
     """
-    global _inside, _counts
-    depth = getattr(_nesting, "depth", 0)
-    _nesting.depth = depth + 1
-    libraries = _libraries()
-    if depth == 0:
-        with _lock:
-            if _inside == 0:
-                _counts = [library.get_num_threads() for library in libraries]
-            for library in libraries:
-                library.set_num_threads(1)
-            _inside += 1
-    try:
-        yield
-    finally:
-        _nesting.depth = depth
+
+    def __init__(self, threads: int):
+        self._threads = threads
+
+    def __enter__(self) -> None:
+        global _inside, _counts
+        depth = getattr(_nesting, "depth", 0)
+        _nesting.depth = depth + 1
         if depth == 0:
+            libraries = _libraries()
+            with _lock:
+                if _inside == 0:
+                    _counts = [library.get_num_threads() for library in libraries]
+                for library in libraries:
+                    library.set_num_threads(self._threads)
+                _inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _inside
+        _nesting.depth -= 1
+        if _nesting.depth == 0:
             with _lock:
                 _inside -= 1
-                for library, count in zip(libraries, _counts, strict=True):
+                for library, count in zip(_libraries(), _counts, strict=True):
                     library.set_num_threads(count)
+
+
+def one_thread() -> limit:
+    """Keep the BLAS to one thread."""
+    return limit(1)
+
+
+class _Contention:
+    """Notices that other programs want the cores, from the time that products were kept waiting.
+
+    A thread of the BLAS that waits for another yields its core again and again; where nobody else
+    wants it, it gets it back at once and its own clock runs on.
+    """
+
+    TRIAL = 32  # products between two looks
+    WAITED = 0.3  # share of the time without a core from which on the cores count as wanted
+    PAUSE_S = 5.0  # until the next trial
+
+    def __init__(self) -> None:
+        self._wall = self._own = 0.0
+        self._seen = 0
+        self._until = 0.0
+
+    def now(self, clock_s: float) -> bool:
+        return clock_s < self._until
+
+    def note(self, wall_s: float, own_s: float, clock_s: float) -> None:
+        """Count one product that took ``wall_s``, ``own_s`` of it on a core."""
+        self._wall += wall_s
+        self._own += own_s
+        self._seen += 1
+        if self._seen == self.TRIAL:
+            if self._own < (1 - self.WAITED) * self._wall:
+                self._until = clock_s + self.PAUSE_S
+            self._wall = self._own = 0.0
+            self._seen = 0
+
+
+_contention = _Contention()
+
+
+def small_product(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """``x matrix^T`` for one row, where waking a thread of ours takes as long as the product.
+
+    The BLAS uses threads of its own while nobody else wants the cores; a power of two of them, and
+    in equal parts, for then the result is the same to the last bit as with one.
+
+    Args:
+        x: float32 [1, columns]. matrix: float32 [rows, columns].
+    """
+    started = time.perf_counter()
+    threads = 1
+    if not _contention.now(started):
+        # one core is MLX's, whose thread takes turns with this one
+        while threads * 2 < usable_cpus() and len(matrix) % (16 * threads) == 0:
+            threads *= 2
+    with limit(threads):
+        if threads == 1:
+            return x @ matrix.T
+        began = time.thread_time()
+        y = x @ matrix.T
+    now = time.perf_counter()
+    _contention.note(now - started, time.thread_time() - began, now)
+    return y
 
 
 def _begin_helper() -> None:

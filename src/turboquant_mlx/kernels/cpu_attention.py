@@ -12,16 +12,21 @@ import numpy as np
 
 from . import attention_hook, dispatch
 from .blas import one_thread, pieces_of, share
-from .cpu_matrix import as_numpy
+from .cpu_matrix import as_numpy, as_readable, widen
 
 SCORE_BYTES = 4 * 2**20
 """Float32 bytes of the scores that a thread holds at a time."""
 
 
+SMALL_ATTENTION = 2**17
+"""Multiplications of one row of queries with the keys below which MLX's own way is as fast."""
+
+
 def attend(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
     """Attention as ``mx.fast.scaled_dot_product_attention`` defines it, or None to decline.
 
-    Declines off the CPU, while a transformation traces, and for arguments that it does not know.
+    Declines off the CPU, while a transformation traces, for arguments that it does not know, and
+    for single tokens with a short context, where leaving MLX costs more than it gains.
 
     Args:
         q: queries [B, H, L, D]. k: keys [B, Hkv, S, D]. v: values [B, Hkv, S, Dv].
@@ -34,29 +39,32 @@ def attend(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
     """
     if dispatch.backend() != "cpu" or q.ndim != 4 or (isinstance(mask, str) and mask != "causal"):
         return None
-    if dispatch.is_traced(q) or dispatch.is_traced(k) or dispatch.is_traced(v):
+    if q.shape[2] == 1 and q.shape[0] * q.shape[1] * k.shape[2] * q.shape[3] < SMALL_ATTENTION:
         return None
-    return _attend(q, k, v, scale, mask, sinks)
+    readable = [as_readable(x) for x in (q, k, v)]
+    if dispatch.is_traced(*readable):
+        return None
+    queries, keys, values = (widen(np.array(x, copy=False)) for x in readable)
+    return _attend(queries, keys, values, scale, mask, sinks).astype(q.dtype)
 
 
-def _attend(q, k, v, scale, mask, sinks) -> mx.array:
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale, mask, sinks) -> mx.array:
     batch, heads, length, width = q.shape
     kv_heads, context = k.shape[1], k.shape[2]
     repeats = heads // kv_heads
-    queries = as_numpy(q).reshape(batch, kv_heads, repeats, length, width) * np.float32(scale)
-    keys, values = as_numpy(k), as_numpy(v)
+    queries = q.reshape(batch, kv_heads, repeats, length, width) * np.float32(scale)
     causal = isinstance(mask, str)
     bias = None if mask is None or causal else _mask_as_numpy(mask, batch, heads, length, context)
     sink = None
     if sinks is not None:
         sink = as_numpy(sinks).reshape(1, kv_heads, repeats, 1, 1)
 
-    out = np.empty((batch, kv_heads, repeats, length, values.shape[-1]), np.float32)
+    out = np.empty((batch, kv_heads, repeats, length, v.shape[-1]), np.float32)
 
     def work(start: int, stop: int) -> None:
         seen = context - length + stop if causal else context
         block = queries[:, :, :, start:stop].reshape(batch, kv_heads, -1, width)
-        scores = block @ keys[:, :, :seen].swapaxes(-1, -2)
+        scores = block @ k[:, :, :seen].swapaxes(-1, -2)
         scores = scores.reshape(batch, kv_heads, repeats, stop - start, seen)
         if causal and stop - start > 1:
             _hide_future(scores, context - length + start)
@@ -67,7 +75,7 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
             else:
                 scores += part
         weights = _softmax(scores, sink).reshape(batch, kv_heads, -1, seen)
-        block_out = weights @ values[:, :, :seen]
+        block_out = weights @ v[:, :, :seen]
         out[:, :, :, start:stop] = block_out.reshape(batch, kv_heads, repeats, stop - start, -1)
 
     step = max(1, SCORE_BYTES // (4 * batch * heads * max(context, 1)))
@@ -76,7 +84,7 @@ def _attend(q, k, v, scale, mask, sinks) -> mx.array:
     else:
         with one_thread():
             work(0, length)
-    return mx.array(out.reshape(batch, heads, length, -1)).astype(q.dtype)
+    return mx.array(out.reshape(batch, heads, length, -1))
 
 
 def _mask_as_numpy(mask: mx.array, batch, heads, length, context) -> np.ndarray:

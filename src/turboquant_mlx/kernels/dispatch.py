@@ -42,13 +42,15 @@ def force_backend(choice: Backend) -> Iterator[None]:
         _forced.choice = previous
 
 
-def is_traced(x: mx.array) -> bool:
-    """Whether ``x`` has no value yet because a transformation (compile, vmap) is tracing.
+def is_traced(*arrays: mx.array) -> bool:
+    """Whether some have no value yet because a transformation (compile, vmap) is tracing.
 
-    Code that leaves MLX, as the ``cpu`` back-end does, must not run then.
+    Code that leaves MLX, as the ``cpu`` back-end does, must not run then. Otherwise all are
+    evaluated, together: each evaluation costs a tenth of a millisecond, so ask once, for the
+    arrays that will be read and in the dtype that they will be read in.
     """
     try:
-        mx.eval(x)
+        mx.eval(*arrays)
     except (ValueError, RuntimeError) as error:
         if "function transformations" in str(error):
             return True

@@ -5,15 +5,16 @@ all) keep their stock class's parameters and behaviour and get a subclass of it 
 through ``kernels.cpu_matrix``; bf16 expert stacks, on which stock ``mx.gather_mm`` raises on a
 CPU, run this way too. Attention is replaced while such a model is alive.
 
-Decoded weights are held as float32 (4 bytes a weight) where memory allows, see ``prepare``. They
-stay in the stored domain, as on a GPU: rotating the activation costs little and is shared.
+Decoded weights are held as float32 (4 bytes a weight) where memory allows, see ``prepare``, and
+are then rotated back once: rotating the activation of every token took MLX a third of a prefill.
+Where they are decoded on each call they stay in the stored domain, as on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -22,12 +23,13 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kernels import cpu_attention
-from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
+from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product, widen
 from ..kernels.dispatch import backend, is_traced
-from ..quant.lookup import RowDecoder
-from ..quant.weight import PackedWeight, dequantize_numpy
+from ..quant.decode import NumpyDecoder
+from ..quant.weight import PackedWeight
 from .memory import available_memory_bytes
 from .packed import PackedLayer
+from .rotation_group import RotationGroup
 
 logger = logging.getLogger("turboquant_mlx")
 
@@ -38,13 +40,9 @@ KEEP_SHARE = 0.7
 
 
 def packed_matrix(weight: PackedWeight, use_qjl: bool, keep: bool) -> CpuMatrix:
-    """The matrix of a packed (O, I) weight in its stored domain."""
+    """The matrix of a packed (O, I) weight: in its stored domain, unless it is to be kept."""
     rows, width = weight.shape
-    if use_qjl and weight.spec.qjl:
-        # this decoder evaluates MLX arrays, and shares its work between threads itself
-        expand = partial(dequantize_numpy, weight, rotated=True)
-        return CpuMatrix((rows, width), expand, keep, any_thread=False)
-    return CpuMatrix((rows, width), RowDecoder(weight), keep)
+    return CpuMatrix((rows, width), NumpyDecoder(weight, rotated=not keep, use_qjl=use_qjl), keep)
 
 
 class ExpandedWeight:
@@ -110,6 +108,53 @@ class ExpandedExperts:
         return {**self.__dict__, "_seen": None, "_matrices": {}}
 
 
+class JointWeight:
+    """The linear layers of one rotation group as a single matrix: one product instead of three.
+
+    A product of one row with a small matrix takes little more time than calling it does.
+
+    Args:
+        layers: packed linear layers that read the same input; all of a group.
+    """
+
+    def __init__(self, layers: Sequence[PackedLayer]):
+        self._layers = list(layers)
+        self._starts = np.cumsum([0, *(layer.output_dims for layer in layers)]).tolist()
+        self._expanded = ExpandedWeight(self._version, self._make)
+
+    def rows(self, layer: PackedLayer) -> slice:
+        """Where the outputs of one of the layers are."""
+        index = next(i for i, other in enumerate(self._layers) if other is layer)
+        return slice(self._starts[index], self._starts[index + 1])
+
+    def product(self, x: mx.array) -> mx.array | None:
+        """Outputs [..., all rows] in the dtype of x [..., width], or None while x is traced."""
+        wide = x.astype(mx.float32)
+        return None if is_traced(wide) else self._expanded.matrix()(wide).astype(x.dtype)
+
+    def drop(self) -> None:
+        """Forget the matrix and the arrays that it was made from."""
+        self._expanded.drop()
+
+    def _version(self) -> tuple:
+        return tuple(array for layer in self._layers for array in layer.weight_version())
+
+    def _make(self, keep: bool) -> CpuMatrix:
+        decoders = [
+            NumpyDecoder(layer.packed(), rotated=False, use_qjl=layer.use_qjl)
+            for layer in self._layers
+        ]
+
+        def expand(start: int, stop: int) -> np.ndarray:
+            parts = []
+            for decoder, low, high in zip(decoders, self._starts, self._starts[1:], strict=False):
+                if low < stop and start < high:
+                    parts.append(decoder(max(start, low) - low, min(stop, high) - low))
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        return CpuMatrix((self._starts[-1], self._layers[0].input_dims), expand, keep)
+
+
 def _same(seen: tuple | None, now: tuple) -> bool:
     return seen is not None and all(a is b for a, b in zip(seen, now, strict=True))
 
@@ -146,10 +191,7 @@ def _dense_matrix(weight: mx.array, keep: bool) -> CpuMatrix:
     values = np.array(bits, copy=False)
 
     def expand(start: int, stop: int) -> np.ndarray:
-        block = values[start:stop]
-        if weight.dtype == mx.bfloat16:
-            return (block.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return block.astype(np.float32, copy=False)
+        return widen(values[start:stop])
 
     return CpuMatrix((rows, columns), expand, keep, free=weight.dtype == mx.float32)
 
@@ -168,30 +210,31 @@ def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> n
 
 class _CpuLinearMixin:
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if backend() != "cpu" or is_traced(x):
+        wide = x.astype(mx.float32)
+        if backend() != "cpu" or is_traced(wide):
             return super().__call__(x)  # type: ignore[misc]
-        y = self.expanded.matrix()(x)
+        y = self.expanded.matrix()(wide).astype(x.dtype)
         return (y + self.bias).astype(y.dtype) if "bias" in self else y
 
 
 class _CpuEmbeddingMixin:
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        if backend() != "cpu" or is_traced(x):
+        wide = x.astype(mx.float32)
+        if backend() != "cpu" or is_traced(wide):
             return super().as_linear(x)  # type: ignore[misc]
-        return self.expanded.matrix()(x)
+        return self.expanded.matrix()(wide).astype(x.dtype)
 
 
 class _CpuSwitchMixin:
     def __call__(self: Any, x, indices, sorted_indices: bool = False) -> mx.array:
         if backend() != "cpu":
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
-        if is_traced(x) or is_traced(indices):
+        wide = x.astype(mx.float32)
+        if is_traced(wide, indices):
             # the stock product raises for 16-bit activations on a CPU
-            y = super().__call__(  # type: ignore[misc]
-                x.astype(mx.float32), indices, sorted_indices
-            )
+            y = super().__call__(wide, indices, sorted_indices)  # type: ignore[misc]
             return y.astype(x.dtype)
-        y = expert_product(x, indices, self.expanded.matrix, self.output_dims)
+        y = expert_product(wide, indices, self.expanded.matrix, self.output_dims).astype(x.dtype)
         if "bias" in self:
             y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
         return y
@@ -247,6 +290,19 @@ def drop_expansions(model: nn.Module) -> None:
         expanded = getattr(layer, "expanded", None)
         if isinstance(expanded, (ExpandedWeight, ExpandedExperts)):
             expanded.drop()
+        if isinstance(layer, PackedLayer) and layer.group.joint is not None:
+            layer.group.joint.drop()
+
+
+def _join(group: RotationGroup) -> None:
+    """Let the layers of a group be multiplied together, if all are linear ones."""
+    linear = [
+        layer
+        for layer in group.layers
+        if isinstance(layer, PackedLayer) and isinstance(layer.expanded, ExpandedWeight)
+    ]
+    if group.joint is None and 1 < len(linear) == group.size:
+        group.joint = JointWeight(linear)
 
 
 def prepare(model: nn.Module, expand: CpuExpand = "auto") -> None:
@@ -278,5 +334,7 @@ def prepare(model: nn.Module, expand: CpuExpand = "auto") -> None:
         expanded = getattr(layer, "expanded", None)
         if isinstance(expanded, (ExpandedWeight, ExpandedExperts)):
             expanded.keep = keep
+        if keep and isinstance(layer, PackedLayer):
+            _join(layer.group)
     cpu_attention.install()
     weakref.finalize(model, cpu_attention.uninstall)

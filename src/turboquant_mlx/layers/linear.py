@@ -16,8 +16,9 @@ from .rotation_group import RotationGroup
 class TurboQuantLinear(PackedLayer):
     """``y = W x + b`` with W [O, I] stored as codes; the dtype of x is kept.
 
-    The activation is rotated and meets the weight in the stored domain. Only the product itself
-    differs between back-ends: on the CPU it is numpy's, with rows decoded once or block by block.
+    The activation is rotated and meets the weight in the stored domain. On the CPU the product is
+    NumPy's: with rows decoded block by block in the stored domain, or, where the decoded weight is
+    kept, with one that has been rotated back, so that the activation need not be rotated.
     """
 
     def __init__(
@@ -34,14 +35,22 @@ class TurboQuantLinear(PackedLayer):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the layer to x [..., I]; returns [..., O] in the dtype of x."""
-        rotated = self.group.rotate(x)
-        if backend() == "cpu" and not is_traced(rotated):
-            y = self.expanded.matrix()(rotated)
-        else:
+        y = self._on_cpu(x) if backend() == "cpu" else None
+        if y is None:
+            rotated = self.group.read(x, rotated=True, dtype=x.dtype)
             y = packed_matmul(rotated, self.packed(), self.use_qjl)
         if "bias" in self:
             y = (y + self.bias).astype(x.dtype)
         return y
+
+    def _on_cpu(self, x: mx.array) -> mx.array | None:
+        """The product by NumPy, or None while a transformation traces."""
+        keep, joint = self.expanded.keep, self.group.joint
+        if keep and joint is not None:
+            outputs = self.group.once(x, "product", lambda: joint.product(x))
+            return None if outputs is None else outputs[..., joint.rows(self)]
+        wide = self.group.read(x, rotated=not keep, dtype=mx.float32)
+        return None if is_traced(wide) else self.expanded.matrix()(wide).astype(x.dtype)
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed(), self.use_qjl, keep)

@@ -8,6 +8,8 @@ array, so the group remembers its last input and what became of it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,15 +32,22 @@ class RotationGroup:
     def __init__(self, width: int, block: int):
         self.width = width
         self.block = block
-        self.size = 0
+        self.layers: list[nn.Module] = []
         self.leader: nn.Module | None = None
+        self.joint: Any = None
+        """What multiplies by all layers' weights at once, where there is such a thing."""
         self._local = threading.local()
 
     def join(self, layer: nn.Module, leads: bool) -> None:
         """Count a layer in; one of them leads."""
-        self.size += 1
+        self.layers.append(layer)
         if leads:
             self.leader = layer
+
+    @property
+    def size(self) -> int:
+        """How many layers read the input."""
+        return len(self.layers)
 
     @property
     def multiplier(self) -> mx.array:
@@ -52,17 +61,33 @@ class RotationGroup:
         assert self.leader is not None, "a rotation group was used before it was complete"
         return self.leader.qjl_multiplier
 
-    def rotate(self, x: mx.array) -> mx.array:
-        """``H (m * x)`` over the last axis, in the dtype of ``x``."""
+    def read(self, x: mx.array, *, rotated: bool, dtype: mx.Dtype) -> mx.array:
+        """The input as its layers multiply it, made once for all of them.
+
+        Args:
+            x: [..., width].
+            rotated: ``H (m * x)`` over the last axis, or x as it is.
+            dtype: of the result; the rotation is computed in float32.
+        """
+        return self.once(x, (rotated, dtype), lambda: self._make(x, rotated, dtype))
+
+    def once(self, x: mx.array, kind: Any, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returns for this input, called by the first of the layers only."""
         if self.size == 1:
-            return rotate(x, self.block, self.multiplier)
+            return make()
         held = getattr(self._local, "held", None)
-        if held is not None and held[0] is x:
-            _, rotated, uses_left = held
+        if held is not None and held[0] is x and held[1] == kind:
+            _, _, made, uses_left = held
         else:
-            rotated, uses_left = rotate(x, self.block, self.multiplier), self.size
-        self._local.held = (x, rotated, uses_left - 1) if uses_left > 1 else None
-        return rotated
+            made, uses_left = make(), self.size
+        self._local.held = (x, kind, made, uses_left - 1) if uses_left > 1 else None
+        return made
+
+    def _make(self, x: mx.array, rotated: bool, dtype: mx.Dtype) -> mx.array:
+        if not rotated:
+            return x.astype(dtype)
+        wide = dtype if dtype.size > x.dtype.size else x.dtype
+        return rotate(x.astype(wide), self.block, self.multiplier).astype(dtype)
 
     # A thread-local memo can be neither copied nor pickled, and need not be.
     def __getstate__(self) -> dict:

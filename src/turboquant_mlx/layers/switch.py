@@ -38,14 +38,21 @@ class TurboQuantSwitchLinear(PackedLayer):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Apply expert ``indices`` to x [..., n, I] (leading axes broadcast); [..., n, O]."""
-        rotated = self.group.rotate(x)
-        if backend() == "cpu" and not (is_traced(rotated) or is_traced(indices)):
-            y = expert_product(rotated, indices, self.expanded.matrix, self.output_dims)
-        else:
+        y = self._on_cpu(x, indices) if backend() == "cpu" else None
+        if y is None:
+            rotated = self.group.read(x, rotated=True, dtype=x.dtype)
             y = gather_matmul(rotated, self.packed(), indices, sorted_indices, self.use_qjl)
         if "bias" in self:
             y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
         return y
+
+    def _on_cpu(self, x: mx.array, indices: mx.array) -> mx.array | None:
+        """The products by NumPy, or None while a transformation traces."""
+        expanded = self.expanded
+        wide = self.group.read(x, rotated=not expanded.keep, dtype=mx.float32)
+        if is_traced(wide, indices):
+            return None
+        return expert_product(wide, indices, expanded.matrix, self.output_dims).astype(x.dtype)
 
     def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed().expert(expert), self.use_qjl, keep)

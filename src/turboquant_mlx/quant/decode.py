@@ -142,26 +142,46 @@ def dequantize_numpy(
     Returns:
         float32 [stop - start, I].
     """
-    if len(packed.shape) > 2:
-        packed = packed.flat()
-    arrays = packed.arrays()
-    mx.eval(*arrays.values())
-    decoder = RowDecoder(packed)
-    others = {
-        name: np.array(array, copy=False)
-        for name, array in arrays.items()
-        if name == "multiplier" or (use_qjl and name.startswith("qjl"))
-    }
+    decoder = NumpyDecoder(packed, rotated=rotated, use_qjl=use_qjl)
     out = np.empty((stop - start, packed.shape[-1]), np.float32)
 
     def work(first: int) -> None:
-        rows = slice(first, min(first + TASK_ROWS, stop))
-        values = decoder(rows.start, rows.stop)
-        _finish_rows(packed.spec, others, rows, values, rotated)
-        out[first - start : rows.stop - start] = values
+        last = min(first + TASK_ROWS, stop)
+        out[first - start : last - start] = decoder(first, last)
 
     for_each(work, range(start, stop, TASK_ROWS), threads)
     return out
+
+
+class NumpyDecoder:
+    """Decodes rows of one packed weight in NumPy; may be called from several threads at once.
+
+    Args:
+        packed: the weight; the rows of a stack count through all its matrices. Its arrays are
+            evaluated here and viewed, not copied.
+        rotated: stay in the stored domain W' instead of going back to W.
+        use_qjl: add the sketch's residual where there is one.
+    """
+
+    def __init__(self, packed: PackedWeight, *, rotated: bool, use_qjl: bool):
+        if len(packed.shape) > 2:
+            packed = packed.flat()
+        arrays = packed.arrays()
+        mx.eval(*arrays.values())
+        self._spec = packed.spec
+        self._rotated = rotated
+        self._decoder = RowDecoder(packed)
+        self._others = {
+            name: np.array(array, copy=False)
+            for name, array in arrays.items()
+            if name == "multiplier" or (use_qjl and name.startswith("qjl"))
+        }
+
+    def __call__(self, start: int, stop: int) -> np.ndarray:
+        """float32 [stop - start, I]: rows start..stop-1."""
+        values = self._decoder(start, stop)
+        _finish_rows(self._spec, self._others, slice(start, stop), values, self._rotated)
+        return values
 
 
 def _finish_rows(

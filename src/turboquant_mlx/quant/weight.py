@@ -19,7 +19,12 @@ import numpy as np
 
 from ..errors import QuantizationError
 from .codebook import lloyd_max, ternary
-from .decode import default_backend, dequantize_numpy, dequantize_rows, dequantize_weight
+from .decode import (
+    default_backend,
+    dequantize_numpy,
+    dequantize_rows,
+    dequantize_weight,
+)
 from .encode import Job, Sketch, encode_mlx, encode_numpy
 from .packed import PackedWeight
 from .rotation import check_block, random_signs
