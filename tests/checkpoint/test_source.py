@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from turboquant_mlx.checkpoint import source as source_module
 from turboquant_mlx.checkpoint.source import has_tokenizer, inspect_folder, resolve
 from turboquant_mlx.errors import (
     CheckpointError,
@@ -137,6 +138,14 @@ def test_folder_without_config(tmp_path):
 def test_config_that_describes_nothing(single, text, problem):
     (single / "config.json").write_text(text)
     assert problem in refused(single)
+
+
+def test_config_of_absurd_size(single, monkeypatch):
+    size = (single / "config.json").stat().st_size
+    monkeypatch.setattr(source_module, "MAX_CONFIG_BYTES", size)
+    inspect_folder(single)
+    monkeypatch.setattr(source_module, "MAX_CONFIG_BYTES", size - 1)
+    assert f"config.json: {size:,} bytes are too many" in refused(single)
 
 
 def test_folder_without_weights(single):

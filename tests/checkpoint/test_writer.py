@@ -22,7 +22,7 @@ from turboquant_mlx.checkpoint import writer as writer_module
 from turboquant_mlx.checkpoint.headers import DTYPE_BITS, read_header
 from turboquant_mlx.checkpoint.source import inspect_folder
 from turboquant_mlx.checkpoint.writer import FolderWriter, check_space, check_target
-from turboquant_mlx.errors import OutputError
+from turboquant_mlx.errors import OutputError, QuantizationError
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 ARRAYS = {
@@ -212,6 +212,27 @@ def test_tensors_that_do_not_match_their_declaration(tmp_path):
         with pytest.raises(ValueError, match="twice"):
             writer.add("b", ARRAYS["b"])
     nothing_else(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32", "F64"])
+def test_values_that_are_not_finite(tmp_path, dtype, value):
+    types = {"F16": "f2", "BF16": "f4", "F32": "f4", "F64": "f8"}
+    largest = {"F16": 65504.0, "BF16": 3.38e38, "F32": 3.4e38, "F64": 1.79e308}[dtype]
+    values = np.full(2_000_000, largest, dtype=types[dtype])
+
+    def write(name: str) -> None:
+        data = values.view("u2")[1::2] if dtype == "BF16" else values
+        with FolderWriter(tmp_path / name) as writer:
+            writer.declare("x", dtype, values.shape)
+            writer.add("x", data)
+            writer.commit(CONFIG)
+
+    write("finite")
+    values[-1] = value
+    with pytest.raises(QuantizationError, match="tensor x has values that are not finite"):
+        write("infinite")
+    nothing_else(tmp_path, "finite")
 
 
 def test_declarations_come_first_and_once(tmp_path):

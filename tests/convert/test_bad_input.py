@@ -28,6 +28,7 @@ SHARD = "model-00001-of-00003.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 NAN = b"\xc0\x7f"  # in bfloat16
+INFINITY = b"\x80\x7f"
 
 
 def assert_refused(done: Conversion, *says: str, hint: str | None = None) -> None:
@@ -102,6 +103,16 @@ DAMAGED = [
         d.overwrite_values("model.norm.weight", NAN),
         ["model.norm.weight has values that are not numbers"],
     ),
+    (
+        "an infinite norm",
+        d.overwrite_values("model.norm.weight", INFINITY),
+        ["tensor model.norm.weight has values that are not finite"],
+    ),
+    (
+        "an infinite embedding",
+        d.overwrite_values("model.embed_tokens.weight", INFINITY, 4000),
+        ["tensor model.embed_tokens.weight has values that are not finite"],
+    ),
     ("a stray weight file", d.replace("model-x.safetensors", b""), ["model-x.safetensors"]),
     ("only weights of another format", d.remove("*.safetensors"), ["is missing"]),
     ("no config", d.remove("config.json"), ["is not a model folder", "config.json"]),
@@ -118,8 +129,46 @@ DAMAGED = [
     ("a module that is no model", d.set_key("model_type", to="base"), ["'base' is not supported"]),
     ("a path as model type", d.set_key("model_type", to="../x"), ["'../x' is not supported"]),
     ("a config without a key", d.remove_key("hidden_size"), ["config.json lacks hidden_size"]),
-    ("a config with a text", d.set_key("hidden_size", to="128"), ["does not describe a model"]),
-    ("a config with a zero", d.set_key("num_attention_heads", to=0), ["does not describe a model"]),
+    (
+        "a width in words",
+        d.set_key("hidden_size", to="128"),
+        ["config.json: hidden_size '128' is not a positive whole number"],
+    ),
+    (
+        "a negative width",
+        d.set_key("hidden_size", to=-128),
+        ["config.json: hidden_size -128 is not a positive whole number"],
+    ),
+    (
+        "no heads",
+        d.set_key("num_attention_heads", to=0),
+        ["config.json: num_attention_heads 0 is not a positive whole number"],
+    ),
+    (
+        "no layers",
+        d.set_key("num_hidden_layers", to=0),
+        ["config.json: num_hidden_layers 0 is not a positive whole number"],
+    ),
+    (
+        "ten million layers",
+        d.set_key("num_hidden_layers", to=10**7),
+        ["config.json: num_hidden_layers is 10000000, but the weight files hold only"],
+    ),
+    (
+        "an infinite epsilon",
+        d.set_key("rms_norm_eps", to=float("inf")),
+        ["config.json: rms_norm_eps is inf, not a finite number"],
+    ),
+    (
+        "a negative rotary base",
+        d.set_key("rope_theta", to=-10000.0),
+        ["config.json: rope_theta is -10000.0, not a finite number above 0"],
+    ),
+    (
+        "packed weights that are plain",
+        d.set_key("quantization_config", to={"quant_method": "awq", "bits": 4}),
+        ["quantization_config says awq, but no tensor of the weight files is packed"],
+    ),
     ("a config with more layers", d.set_key("num_hidden_layers", to=3), ["missing", "layers.2."]),
     ("a config with fewer layers", d.set_key("num_hidden_layers", to=1), ["nothing", "layers.1."]),
     (
@@ -130,7 +179,7 @@ DAMAGED = [
     (
         "a quantization that is a list",
         d.set_key("quantization", to=[4]),
-        ["/config.json: quantization is not an object"],
+        ["config.json: quantization is not an object"],
     ),
     (
         "a text_config that is a number",
@@ -159,6 +208,11 @@ DAMAGED = [
         "broken generation defaults",
         d.replace("generation_config.json", "{"),
         ["generation_config.json", "not valid JSON"],
+    ),
+    (
+        "generation defaults that are a list",
+        d.replace("generation_config.json", "[]"),
+        ["generation_config.json: not a JSON object"],
     ),
 ]
 
@@ -197,6 +251,15 @@ def test_a_damaged_expert(moe: Path, tmp_path: Path, damage: d.Damage, says: lis
     damage(source)
     assert_refused(convert(source, tmp_path / "out"), *says)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_norm_that_dtype_cannot_hold(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    d.overwrite_values("model.norm.weight", b"\x00\x7e")(source)  # 4e37, too much for float16
+    done = convert(source, tmp_path / "out", "--dtype", "float16")
+    assert_refused(done, "model.norm.weight has values that are not finite", hint="--dtype")
+    assert convert(source, tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize("name", ["nothing/here", "./nothing", "nothing", "~/nothing-here/x", " "])

@@ -16,9 +16,11 @@ import pytest
 
 import damage as d
 import tiny
-from turboquant_mlx.checkpoint.schema import MANIFEST_KEY
+from turboquant_mlx.checkpoint.loader import load_model
+from turboquant_mlx.checkpoint.schema import MANIFEST_KEY, ModuleEntry
 from turboquant_mlx.checkpoint.source import inspect_folder
 from turboquant_mlx.convert.pipeline import convert
+from turboquant_mlx.errors import CheckpointError
 
 ASK = ("--prompt", "why does ice float?", "--temp", "0", "--max-tokens", "2", "--min-tokens", "2")
 
@@ -115,6 +117,11 @@ DAMAGED = [
     ),
     ("a later format", manifest("format_version", to=2), ["format version 2", "up to 1"]),
     ("a format in words", manifest("format_version", to="1"), ["format_version '1'"]),
+    (
+        "a head in a file that is absent",
+        manifest("mtp", to={"file": "mtp.safetensors", "tensors": 3}),
+        ["mtp.safetensors is missing, the manifest names it"],
+    ),
     ("no modules", d.remove_key(MANIFEST_KEY, "modules"), ["modules"]),
     ("a manifest that is a list", d.set_key(MANIFEST_KEY, to=[]), [MANIFEST_KEY]),
     ("no manifest", d.remove_key(MANIFEST_KEY), ["config.json has no 'turboquant' block"]),
@@ -133,10 +140,28 @@ DAMAGED = [
     ("half a config", d.cut("config.json", 500), ["config.json", "not valid JSON"]),
     ("another model type", d.set_key("model_type", to="zzz"), ["'zzz' is not supported"]),
     ("another number of layers", d.set_key("num_hidden_layers", to=1), ["layers.1."]),
+    ("no layers", d.set_key("num_hidden_layers", to=0), ["num_hidden_layers 0 is not a positive"]),
+    (
+        "ten million layers",
+        d.set_key("num_hidden_layers", to=10**7),
+        ["num_hidden_layers is 10000000, but the weight files hold only"],
+    ),
     ("another width", d.set_key("hidden_size", to=256), ["256"]),
+    ("a negative width", d.set_key("hidden_size", to=-128), ["hidden_size -128 is not a positive"]),
+    ("an epsilon in words", d.set_key("rms_norm_eps", to="1e-6"), ["rms_norm_eps is '1e-6', not"]),
+    (
+        "a base that is no number",
+        d.set_key("rope_theta", to=float("nan")),
+        ["rope_theta is nan, not a finite number above 0"],
+    ),
     ("no tokenizer", d.remove("tokenizer*"), ["has no tokenizer"]),
     ("a broken tokenizer", d.replace("tokenizer.json", "{"), ["tokenizer", "cannot be read"]),
     ("broken defaults", d.replace("generation_config.json", "{"), ["generation_config.json"]),
+    (
+        "defaults that are a list",
+        d.replace("generation_config.json", "[]"),
+        ["generation_config.json: not a JSON object"],
+    ),
 ]
 
 
@@ -167,7 +192,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted model with everything that the format knows, in several shards."""
     place = tmp_path_factory.mktemp("converted")
     tiny.build_source(place / "source", "qwen2")
-    options = {"group_size": 64, "use_qjl": True, "quantize_extras": True}
+    options = {"codec": "scalar", "group_size": 64, "use_qjl": True, "quantize_extras": True}
     convert(place / "source", place / "whole", max_shard_bytes=60_000, **options)
     assert len(inspect_folder(place / "whole").weight_files) > 2
     return place / "whole"
@@ -196,6 +221,37 @@ def test_a_damaged_folder(run, whole, tmp_path, damage, says):
     assert not error.endswith(".") or error.endswith(" ...")
     assert len(hint) <= 1
     assert all(line.startswith("hint: ") for line in hint)
+
+
+def test_a_manifest_of_more_modules_than_the_files_hold(whole, tmp_path, monkeypatch):
+    """Found by their names, before any entry is looked at: there may be very many."""
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    d.change_json(
+        "config.json",
+        lambda config: config[MANIFEST_KEY]["modules"].update(
+            {f"model.layers.{i}.mlp.up_proj": {"kind": "linear"} for i in range(2, 1000)}
+        ),
+    )(folder)
+    read = []
+    monkeypatch.setattr(ModuleEntry, "from_dict", lambda *arguments: read.append(arguments))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj\.codes is missing"):
+        load_model(folder)
+    assert read == []
+
+
+def test_plain_weights_that_are_said_to_be_packed(run, source, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    for block, says in (
+        ({"quant_method": "awq"}, "quantization_config says awq, but no tensor of the weight"),
+        ("awq", "config.json: quantization_config is not an object"),
+    ):
+        d.set_key("quantization_config", to=block)(folder)
+        done = run("--model", str(folder), *ASK)
+        assert (done.code, done.out) == (2, "")
+        assert f"error: {folder}: " in done.err
+        assert says in done.err
 
 
 def test_a_damaged_folder_in_a_real_process(whole, tmp_path):

@@ -28,11 +28,12 @@ from ..layers import cpu
 from ..layers.cpu import CpuExpand
 from . import predecessor
 from .build import Transform, adopt
-from .config import normalize_config
+from .config import normalize_config, read_json_object
+from .config_check import check_config
 from .model_class import model_classes
 from .named_error import named_error, named_read_errors
 from .schema import FLOAT_DTYPES, MODEL_FILE, Manifest, has_manifest
-from .source import Folder, has_tokenizer, inspect_folder, resolve
+from .source import GENERATION_FILE, Folder, has_tokenizer, inspect_folder, resolve
 
 logger = logging.getLogger("turboquant_mlx")
 
@@ -143,10 +144,10 @@ def load_model(
         ModelNotFoundError, UnsupportedModelError, CheckpointError: each names what is wrong.
     """
     folder = inspect_folder(path)
+    manifest, transform = read_manifest(folder)
     config, _ = normalized_config(folder)
     # mlx-lm takes the end tokens of generation_config.json where there are any
     config.pop("eos_token_id", None)
-    manifest, transform = read_manifest(folder)
     if manifest is None:
         get_classes: Callable = mlx_lm_utils._get_classes
     else:
@@ -171,12 +172,13 @@ def load_model(
 
 
 def normalized_config(folder: Folder) -> tuple[dict[str, Any], list[str]]:
-    """``config.normalize_config`` of a folder, its errors naming the folder.
+    """``config.normalize_config`` of a folder, checked, its errors naming the folder.
 
     Raises:
         CheckpointError: the config contradicts itself, or is not what it should be.
     """
     try:
+        check_config(folder.config, len(folder.tensors))
         return normalize_config(folder.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
@@ -191,10 +193,15 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, Transform | None]:
     """
     if is_ours(folder.config):
         try:
-            manifest = Manifest.from_config(folder.config)
+            manifest = Manifest.from_config(folder.config, folder.tensors)
             manifest.check_tensors(folder.tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
+        if manifest.mtp is not None and not (folder.path / manifest.mtp.file).is_file():
+            raise CheckpointError(
+                f"{folder.path}: {manifest.mtp.file} is missing, the manifest names it",
+                hint="copy the folder again, with all of its files",
+            )
         return manifest, None
     if predecessor.is_predecessor(folder.config):
         manifest = predecessor.manifest_from_headers(
@@ -262,6 +269,8 @@ def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, An
         UnsupportedModelError: the model type, or the precision of its weights.
         CheckpointError: anything else that is wrong with the folder.
     """
+    if (folder.path / GENERATION_FILE).is_file():
+        read_json_object(folder.path / GENERATION_FILE)  # mlx-lm looks into it without a check
     try:
         with _plain_name(folder.path) as path:
             return mlx_lm_utils.load_model(path, lazy=True, strict=True, **options)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
+from .config_check import impossible_size
 from .headers import TensorInfo
 from .source import Folder
 
@@ -56,6 +57,14 @@ def named_error(folder: Folder, error: Exception) -> TurboQuantError:
     if isinstance(error, TypeError) and "missing" in text:
         missing = re.findall(r"'(\w+)'", text)
         return CheckpointError(f"{path}: config.json lacks {', '.join(missing)}")
+    if (size := impossible_size(folder.config)) is not None:
+        return CheckpointError(f"{path}: {size}")
+    if (method := _promised_packing(folder)) is not None:
+        return CheckpointError(
+            f"{path}: config.json: quantization_config says {method}, but no tensor of the weight "
+            "files is packed that way",
+            hint="take quantization_config out of config.json if the weights are plain",
+        )
     if isinstance(error, KeyError):
         return CheckpointError(f"{path}: {text} is missing (config key or tensor)")
     lines = [line.strip(" .,") for line in str(error).splitlines() if line.strip()]
@@ -75,6 +84,14 @@ def named_error(folder: Folder, error: Exception) -> TurboQuantError:
             f"{path}: config.json does not describe a model of type {model_type!r} ({text})"
         )
     return CheckpointError(f"{path}: {text}")
+
+
+def _promised_packing(folder: Folder) -> str | None:
+    """The packing that config.json names where the files have none of it (mlx-lm needs some)."""
+    block = folder.config.get("quantization_config")
+    method = block.get("quant_method") if isinstance(block, Mapping) else None
+    packed = any(name.endswith(".qweight") for name in folder.tensors)
+    return str(method) if method in ("awq", "gptq") and not packed else None
 
 
 def _first_line(error: BaseException) -> str:

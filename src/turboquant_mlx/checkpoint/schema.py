@@ -116,11 +116,15 @@ class Manifest:
                 )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Manifest:
+    def from_config(
+        cls, config: Mapping[str, Any], found: Mapping[str, Any] | None = None
+    ) -> Manifest:
         """Read the manifest from a model's config.
 
         Args:
             config: the whole content of config.json.
+            found: the tensors of the folder by name. With them, a manifest of more modules than
+                the files hold is refused before its entries are looked at.
 
         Raises:
             CheckpointError: there is none, or it is not exactly what this version writes.
@@ -145,6 +149,8 @@ class Manifest:
         for key in ("options", "modules"):
             if not isinstance(block[key], Mapping):
                 raise CheckpointError(f"manifest: {key} is not an object")
+        if found is not None:
+            _check_names(block["modules"], found)
         return cls(
             modules={
                 path: ModuleEntry.from_dict(path, values)
@@ -238,6 +244,16 @@ def config_entries(manifest: Manifest, bits: int, group_size: int) -> dict[str, 
         "model_file": MODEL_FILE,
         MANIFEST_KEY: manifest.to_dict(),
     }
+
+
+def _check_names(modules: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Make sure that each module has its main tensor, whatever its entry says."""
+    for path, values in modules.items():
+        if f"{path}.codes" in found or f"{path}.weight" in found:
+            continue
+        kind = values.get("kind") if isinstance(values, Mapping) else None
+        is_affine = isinstance(kind, str) and kind.startswith("affine")
+        raise CheckpointError(f"tensor {path}.{'weight' if is_affine else 'codes'} is missing")
 
 
 def _read_mtp(values: Any) -> MtpInfo:

@@ -20,7 +20,10 @@ from .headers import Header, TensorInfo, read_header, show
 
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHT_PATTERN = "model*.safetensors"
+# Parsing takes a second for every 30 MB; the largest models' configs have a few.
+MAX_CONFIG_BYTES = 32 * 2**20
 
 # What is fetched from the hub: weights in safetensors, everything that is text.
 DOWNLOAD_PATTERNS = [
@@ -211,6 +214,8 @@ def inspect_folder(path: str | Path) -> Folder:
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
         raise ModelNotFoundError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
+    if (size := config_file.stat().st_size) > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{config_file}: {size:,} bytes are too many to describe a model")
     config = read_json_object(config_file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from ..errors import QuantizationError
 from .config import dump_json
 from .headers import DTYPE_BITS, LENGTH_BYTES, tensor_bytes
 from .source import CONFIG_FILE, INDEX_FILE
@@ -62,6 +63,16 @@ _NUMPY_TYPES = {
     "F64": "f8",
     "C64": "c8",
 }
+
+
+# Bits of the exponent, which are all set in a value that is infinite or no number.
+_EXPONENTS = {
+    "F16": ("u2", 0x7C00),
+    "BF16": ("u2", 0x7F80),
+    "F32": ("u4", 0x7F80_0000),
+    "F64": ("u8", 0x7FF0_0000_0000_0000),
+}
+_CHECK_BYTES = 2**20
 
 
 def write_bytes(file: BinaryIO, data: memoryview) -> None:
@@ -204,6 +215,8 @@ class FolderWriter:
                 evaluated MLX array does). BF16 may come as its 16-bit patterns.
 
         Raises:
+            QuantizationError: a value is infinite or no number; a model with such a value answers
+                nonsense at best.
             OutputError: the disk is full, or cannot be written.
             ValueError: the tensor was not declared, was written already, or has another type,
                 shape or size than was declared.
@@ -268,6 +281,7 @@ class FolderWriter:
     def _write(self, name: str, tensor: _Tensor, raw: memoryview) -> None:
         if tensor.done:
             raise ValueError(f"{name} is written twice")
+        _check_finite(name, tensor.dtype, raw)
         file = self._file_of[name]
         with os_errors(f"{self.target} cannot be written", file.name):
             if file.handle is None:
@@ -398,6 +412,22 @@ def _raw(name: str, data: Any) -> memoryview:
         raise ValueError(f"the data of {name} is not contiguous")
     # frombuffer takes any element type; memoryview.cast knows no bfloat16.
     return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(b"")
+
+
+def _check_finite(name: str, dtype: str, raw: memoryview) -> None:
+    """Refuse floating-point values that are not finite, in pieces that stay in the cache."""
+    if dtype not in _EXPONENTS:
+        return
+    kind, exponent = _EXPONENTS[dtype]
+    patterns = np.frombuffer(raw, kind, count=len(raw) // np.dtype(kind).itemsize)
+    step = _CHECK_BYTES // patterns.itemsize
+    for start in range(0, patterns.size, step):
+        piece = patterns[start : start + step]
+        if ((piece & exponent) == exponent).any():
+            raise QuantizationError(
+                f"tensor {name} has values that are not finite",
+                hint="the source is damaged, or --dtype cannot hold its values",
+            )
 
 
 def _check_name(filename: str) -> None:
