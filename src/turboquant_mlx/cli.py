@@ -5,22 +5,37 @@ Nothing here imports MLX, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from .errors import TurboQuantError
+
+def _end_quietly(kind, error, traceback) -> None:
+    """``sys.excepthook`` of our commands: Ctrl-C while Python is still importing is no fault."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.__excepthook__(kind, error, traceback)
+
 
 EXIT_OK = 0
 EXIT_FINDING = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+
+# Only commands import this module, and its other imports and theirs take a while: this comes first.
+# ruff: noqa: E402
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = _end_quietly
+
+import argparse
+import contextlib
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from .errors import TurboQuantError
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -70,6 +85,7 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
     """
     _open_closed_streams()
     _end_cleanly_on_sigterm()
+    _slow_progress_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
@@ -112,6 +128,16 @@ def _end_cleanly_on_sigterm() -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, leave)
+
+
+def _slow_progress_in_logs() -> None:
+    """Where stderr is no terminal, let a progress bar add to it every few seconds only.
+
+    tqdm reads this variable when it is imported, which the commands do later; it then holds for
+    the bars of the hub's client and of mlx-lm as well.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "5")
 
 
 def _open_closed_streams() -> None:
