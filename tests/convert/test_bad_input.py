@@ -308,6 +308,24 @@ def test_options_that_cannot_be(llama: Path, tmp_path: Path, flags: list[str], s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flag", ["--balance-text", "--feedback-text", "--expert-layer-tiers"])
+def test_a_pipe_in_place_of_a_file(llama: Path, tmp_path: Path, flag: str) -> None:
+    """As a named pipe, which nobody may ever write to, or what the shell puts for ``<(...)``."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    needs = ["--error-feedback"] if flag == "--feedback-text" else []
+    reading, writing = os.pipe()
+    try:
+        for name in (pipe, Path(f"/dev/fd/{reading}"), Path("/dev/zero")):
+            done = convert(llama, tmp_path / "out", *needs, flag, str(name))
+            says = f"argument {flag}: {name} is a pipe or a device (save what comes out of it"
+            assert_refused(done, says)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
 def test_a_target_that_exists(llama: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     assert convert(llama, target).code == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -201,6 +202,7 @@ def _add_precision(group: Any) -> None:
     )
     group.add_argument(
         "--balance-text",
+        type=_usage(_text_file),
         metavar="FILE",
         help="UTF-8 text for that run: 1024 tokens of it, in pieces spread over its first million "
         "characters (default: a mixed text that comes with this package)",
@@ -215,6 +217,7 @@ def _add_precision(group: Any) -> None:
     )
     group.add_argument(
         "--feedback-text",
+        type=_usage(_text_file),
         metavar="FILE",
         help="UTF-8 text for --error-feedback instead of the model's own: 8192 tokens of it, in "
         "pieces spread over its first million characters. Text like that which the model is for "
@@ -262,7 +265,7 @@ def _add_experts(group: Any) -> None:
     )
     group.add_argument(
         "--expert-layer-tiers",
-        type=_usage(load_tiers),
+        type=_usage(lambda path: load_tiers(_text_file(path))),
         metavar="JSON",
         help='JSON file that gives layers their own expert bits: {"0": "4", "1": "ternary"}, '
         'each one of "ternary", "2", "3", "4"; layers that it leaves out keep what the other '
@@ -290,6 +293,15 @@ def _add_extras(group: Any) -> None:
         choices=EXTRAS_GROUP_SIZES,
         help="group size for --quantize-extras (default: 64)",
     )
+
+
+def _text_file(path: str) -> str:
+    """Refuse what is there and not a file: reading a pipe may never end, a device never does."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OptionError(
+            f"{path} is a pipe or a device", hint="save what comes out of it as a file first"
+        )
+    return path
 
 
 def _usage(convert: Callable[[str], T]) -> Callable[[str], T]:
