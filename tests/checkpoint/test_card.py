@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from turboquant_mlx.checkpoint.card import model_card, read_front_matter
+from turboquant_mlx.convert.command import build_parser
+from turboquant_mlx.convert.options import ConvertOptions
 
 REPORT = {
     "source": "owner/Some-Model",
@@ -78,6 +80,29 @@ def test_licence_and_language_come_from_the_card_of_the_source():
 
 
 @pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("base_model: owner/Base", "owner/Base"),
+        ("base_model:\n- owner/Base", "owner/Base"),
+        ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
+        ("base_model: ../Base", None),
+        ("license: mit", None),
+    ],
+)
+def test_a_local_folder_descends_from_what_its_card_says(tmp_path, said, expected):
+    front, _ = card({**REPORT, "source": str(tmp_path)}, source_card=f"---\n{said}\n---\n")
+    assert front.get("base_model") == expected
+    assert "base_model_relation" not in front
+
+
+def test_a_folder_of_the_hubs_cache_is_the_repository(tmp_path):
+    cached = tmp_path / "models--owner--Some-Model" / "snapshots" / ("0" * 40)
+    front, body = card({**REPORT, "source": str(cached)})
+    assert front["base_model"] == "owner/Some-Model"
+    assert command(body)[2] == "owner/Some-Model"
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("---\nlicense: apache-2.0\n---", {"license": "apache-2.0"}),
@@ -110,6 +135,27 @@ def test_the_command_that_made_it_can_be_run_again():
         *("--mlx-path", "Some-Model-3bit"),
         *("--bits", "3", "--group-size", "64", "--rotation", "hadamard"),
     ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"balance": False, "bits": 4, "codec": "scalar", "use_qjl": True, "rotation_seed": 7},
+        {"error_feedback": True, "feedback_text": "text.txt", "streaming": True},
+        {"protect_expert_layers": (0, 1, 5), "protect_bits": 4, "ternary_experts": True},
+        {"quantize_extras": True, "extras_bits": 8, "keep_mtp": True, "dtype": "float16"},
+        {"balance_text": "text.txt", "attn_bits": 4, "mlp_bits": 2, "mlp_group_size": 64},
+    ],
+    ids=repr,
+)
+def test_the_command_says_the_options_that_were_used(values):
+    options = ConvertOptions(**values)
+    words = command(card(options=options.to_dict())[1])
+    given = vars(build_parser().parse_args(words[1:]))
+    assert given.pop("hf_path") == "owner/Some-Model"
+    assert given.pop("mlx_path") == "Some-Model-3bit"
+    assert ConvertOptions(**given) == options
 
 
 def test_every_kind_of_option_is_in_the_command():
@@ -151,7 +197,9 @@ def test_how_to_run_it():
 
 
 def test_paths_of_the_machine_stay_out(tmp_path):
-    front, body = card({**REPORT, "source": str(tmp_path / "Local Model")})
+    report = {**REPORT, "source": str(tmp_path / "Local Model")}
+    texts = {name: str(tmp_path / "x.txt") for name in ("balance_text", "feedback_text")}
+    front, body = card(report, {**OPTIONS, **texts})
     assert "base_model" not in front
     assert "somebody" not in body and str(tmp_path) not in body
     assert command(body)[2] == "Local Model"

@@ -13,10 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
+
 # Taken over from the card of the source: what a licence demands, and what describes the text.
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _TAGS = ("mlx", "turboquant", "quantized")
 _REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+# How the hub's client names the folder of a downloaded model.
+_CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+/?\Z")
 _PLAIN_YAML = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
 # YAML would read these as something other than a text ("no" is Norwegian here).
 _NOT_TEXT = {"no", "yes", "on", "off", "true", "false", "null", "y", "n"}
@@ -32,7 +36,7 @@ _ONLY_WITH = {
 
 # Options that are told only when they are off, and those whose value is a path.
 _ON_BY_DEFAULT = ("balance",)
-_FILES = ("balance_text",)
+_FILES = ("balance_text", "feedback_text")
 
 
 def model_card(
@@ -59,6 +63,7 @@ def model_card(
         "## How to run it",
         *_how_to_run(name),
         "## How it was made",
+        f"To reproduce it with turboquant-mlx-kit {__version__}:",
         _code("bash", _command(report, options)),
         *_tiers(options),
         "## What is in it",
@@ -113,6 +118,9 @@ def _front_matter(report: Mapping[str, Any], source_card: str | None) -> str:
     if repository := _repository(str(report["source"])):
         values["base_model"] = repository
         values["base_model_relation"] = "quantized"
+    elif ancestors := _ancestors(kept.get("base_model", [])):
+        # of a folder no more is known than what its own card says that it comes from
+        values["base_model"] = ancestors
     values["tags"] = _TAGS
     lines = []
     for key, value in values.items():
@@ -234,8 +242,17 @@ def _inline(text: str) -> str:
 
 
 def _repository(source: str) -> str | None:
-    """The hub repository that a source names, if it names one."""
+    """The hub repository that a source names, or whose copy in the hub's cache it is."""
+    if cached := _CACHED.search(Path(source).as_posix()):
+        return f"{cached[1]}/{cached[2]}"
     return source if _REPO_ID.fullmatch(source) and not Path(source).is_dir() else None
+
+
+def _ancestors(named: str | Sequence[str]) -> str | list[str] | None:
+    """Those of the names in a card's ``base_model`` that are repositories."""
+    names = [named] if isinstance(named, str) else named
+    known = [name for name in names if _REPO_ID.fullmatch(name)]
+    return known[0] if len(known) == 1 else known or None
 
 
 def _source_name(source: str) -> str:
