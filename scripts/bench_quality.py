@@ -138,12 +138,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    write_texts_once()
     with tempfile.TemporaryDirectory(prefix="bench-quality-") as scratch:
         bench = Bench(args, Path(scratch))
         report = bench.measure()
     print(bench.table())
     print(json.dumps(report))
     return 1 if args.check and not all(row.holds is not False for row in bench.rows) else 0
+
+
+def write_texts_once() -> None:
+    """Keep the text that a model writes for error feedback: no seed or width changes it."""
+    from turboquant_mlx.convert import feedback
+
+    written: dict[str, Any] = {}
+    write = feedback.sample_sequences
+
+    def once(model: Any, tokenizer: Any, lead: list[int], **options: Any) -> Any:
+        key = f"{tokenizer.name_or_path} {lead} {options}"
+        if key not in written:
+            written[key] = write(model, tokenizer, lead, **options)
+        return written[key]
+
+    feedback.sample_sequences = once
 
 
 def example_model() -> Path:

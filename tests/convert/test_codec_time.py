@@ -37,4 +37,4 @@ def test_short_work_and_plain_codes_are_not(monkeypatch):
     assert codec_notices(plan_modules(MODULES, ConvertOptions(codec="trellis")), MODULES) == []
     monkeypatch.setattr(codec_time, "expected_seconds", None)
     assert codec_notices(plan_modules(FEW, ConvertOptions(codec="trellis")), FEW) == []
-    assert codec_notices(plan_modules(MODULES, ConvertOptions()), MODULES) == []
+    assert codec_notices(plan_modules(MODULES, ConvertOptions(codec="scalar")), MODULES) == []

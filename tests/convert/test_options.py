@@ -22,7 +22,7 @@ from turboquant_mlx.errors import OptionError
 def test_defaults() -> None:
     options = ConvertOptions()
     assert (options.bits, options.group_size, options.rotation) == (3, None, "hadamard")
-    assert options.codec == "scalar"
+    assert options.codec == "trellis"
     assert (options.rotation_seed, options.protect_bits) == (42, 3)
     assert (options.extras_bits, options.extras_group_size) == (4, 64)
     assert options.dtype is None

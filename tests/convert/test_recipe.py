@@ -66,7 +66,8 @@ MOE = [EMBEDDING, *moe_layer(0), *moe_layer(1), *moe_layer(2), linear("lm_head",
 
 
 def plan(modules: list[ModuleInfo], **options: Any) -> Plan:
-    return plan_modules(modules, ConvertOptions(**options))
+    """With scalar codes, whose group size depends on nothing but the options."""
+    return plan_modules(modules, ConvertOptions(**{"codec": "scalar", **options}))
 
 
 def decision(modules: list[ModuleInfo], path: str, **options: Any) -> Decision:

@@ -147,17 +147,17 @@ def _add_precision(group: Any) -> None:
     group.add_argument(
         "--codec",
         choices=CODECS,
-        help="how bits become weights (default: scalar). scalar: each weight has a code of its "
-        "own; trellis: the codes of neighbours overlap (TCQ), which loses a tenth (4 bits) to a "
-        "third (2 bits) less with 0.2 bits per weight fewer; converting takes about twice as long",
+        help="how bits become weights (default: trellis). trellis: the codes of neighbours overlap "
+        "(TCQ); scalar: each weight has a code of its own, which loses a tenth (4 bits) to a half "
+        "(2 bits) more with 0.2 bits per weight more, but converts in half the time",
     )
     group.add_argument(
         "--group-size",
         "-g",
         type=int,
         choices=GROUP_SIZES,
-        help="consecutive weights that share one scale of 8 bits (default: 32; with --codec "
-        "trellis one scale for each rotation block of a row). Where it does not divide "
+        help="consecutive weights that share one scale of 8 bits (default: those of one rotation "
+        "block of a row; with --codec scalar 32). Where it does not divide "
         "a layer's input width, that layer takes the next smaller size that does, down to 16",
     )
     group.add_argument(
@@ -211,9 +211,9 @@ def _add_precision(group: Any) -> None:
         "--error-feedback",
         action="store_true",
         help="round for the least error of every layer's output instead of its weights' (GPTQ), "
-        "on a text that the model writes first. Worth about a fifth of what quantization loses; "
-        "takes minutes for a small model, and says how long before it starts. To write that text, "
-        "the whole 16-bit model has to fit into memory",
+        "on a text that the model writes first. Takes off about a tenth of what quantization "
+        "loses; takes minutes for a small model, and says how long before it starts. To write that "
+        "text, the whole 16-bit model has to fit into memory",
     )
     group.add_argument(
         "--feedback-text",
