@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import QuantizationError
 from .packed import block_rows
 from .packing import pack_codes, pack_trits
+from .qjl import best_norm
 from .rotation import hadamard_columns, rotate
 from .scales import search_scales
 from .spec import QuantSpec
@@ -118,7 +119,7 @@ def _encode_rows(job: Job, source: np.ndarray, rows: slice) -> None:
     unit = job.width if spec.is_trellis else math.lcm(spec.rotation_block, g)
     idx = np.empty((n, job.width), np.uint8)
     signs = np.empty((n, job.width if sketch else 0), np.uint8)
-    squares = np.zeros(n, np.float64)
+    sums = np.zeros(n, np.float64)
     for columns in chunks(job.width, unit, n):
         x = _load_columns(source, rows, columns)
         with np.errstate(over="ignore", invalid="ignore"):  # reported just below
@@ -133,13 +134,14 @@ def _encode_rows(job: Job, source: np.ndarray, rows: slice) -> None:
         idx[:, columns] = best.reshape(-1, n).T
         if sketch:
             residual = (groups - job.levels.take(best) * scale).reshape(-1, n)
-            squares += np.square(residual, dtype=np.float64).sum(axis=0)
             residual *= sketch.multiplier[columns, None]
-            signs[:, columns] = (hadamard_columns(residual, spec.rotation_block) >= 0).T
+            projected = hadamard_columns(residual, spec.rotation_block)
+            sums += np.abs(projected).sum(axis=0, dtype=np.float64)
+            signs[:, columns] = (projected >= 0).T
     job.codes[rows] = job.pack(idx)
     if sketch:
         sketch.codes[rows] = pack_codes(signs, 1)
-        sketch.norms[rows] = np.sqrt(squares)
+        sketch.norms[rows] = best_norm(sums, job.width)
 
 
 # ------------------------------------------------------------------------------- MLX on a GPU
@@ -173,7 +175,7 @@ def encode_mlx(job: Job, weight: mx.array, threads: int | None = None) -> None:
         job.codes[rows] = np.array(codes, copy=False)
         if sketch:
             residual = (groups - levels[idx] * scale).reshape(n, width)
-            norms = mx.sqrt((residual * residual).sum(axis=-1))
             projected = rotate(residual, spec.rotation_block, sketch.multiplier)
+            norms = best_norm(mx.abs(projected).sum(axis=-1), width)
             sketch.codes[rows] = np.array(pack_codes(projected >= 0, 1), copy=False)
             sketch.norms[rows] = np.array(norms, copy=False)

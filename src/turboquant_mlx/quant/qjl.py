@@ -8,6 +8,11 @@ with random signs stands in for it, so
     <r, x>  is estimated by  sqrt(pi/2) / sqrt(I) * ||r|| * <B, H (sigma * x)>
 
 and the dense residual that has the same effect is sqrt(pi/2) / sqrt(I) * ||r|| * sigma * (H^T B).
+
+Unbiased is not close: that estimate leaves pi/2 - 1 = 57 % of the residual's energy. In place of
+||r|| we store the number v that makes the dense residual the nearest to r, which leaves
+1 - 2/pi = 36 % (the constant becomes sqrt(2/pi), the least mean square error). Decoding is the same
+for both, so sketches with the true norm, the predecessor's, are read as they were meant.
 """
 
 from __future__ import annotations
@@ -24,12 +29,26 @@ def sketch_factor(width: int) -> float:
     return math.sqrt(0.5 * math.pi / width)
 
 
+def best_norm(sums: Any, width: int) -> Any:
+    """The v for which the decoded sketch is nearest to the residual.
+
+    Args:
+        sums: NumPy or MLX [...], the sum of |H (sigma * r)| of each row.
+        width: input width I.
+
+    Returns:
+        of the same shape and type.
+    """
+    # the dense residual is c * d with d = sigma * (H^T B): |d|^2 = I and <r, d> = sums
+    return sums / (width * sketch_factor(width))
+
+
 def decode_sketch(codes: Any, norms: Any, multiplier: Any, width: int, block: int) -> Any:
     """The dense residual of a sketch, in the stored domain.
 
     Args:
         codes: uint32 mx.array [..., ceil(width / 32)]; bit 1 means +1, bit 0 means -1.
-        norms: mx.array [...], the residual's norm per row.
+        norms: mx.array [...], per row, see ``best_norm``.
         multiplier: [width], the signs sigma.
         width: input width.
         block: Hadamard block length, that of the weight's own rotation.
