@@ -48,6 +48,17 @@ find_backend() {
     fi
 }
 
+# Of what pip has to say, what takes long: files of a megabyte or more, and the end.
+show_pip_steps() {
+    awk '/^ *(Downloading|Using cached) .*[0-9] [MG]B\)/ {
+             file = $(NF - 2); sub(/.*\//, "", file); sub(/-.*/, "", file)
+             print ($1 == "Using" ? "   from the cache: " : "   downloading ") file " " \
+                 $(NF - 1) " " $NF
+             fflush()
+         }
+         /^Installing collected packages/ { print "   unpacking"; fflush() }'
+}
+
 # make_environment FOLDER EXTRAS [PACKAGE ...]
 # Installs this project (editable, with EXTRAS such as "cpu,dev") and the packages into FOLDER.
 # Does nothing when the same was installed for the same pyproject.toml before.
@@ -60,10 +71,11 @@ make_environment() {
         return
     fi
     python="$(find_python)" || exit 2
-    echo "installing into $folder (a few minutes the first time)" >&2
+    echo "== making the virtual environment $folder" >&2
     "$python" -m venv --clear "$folder" || die "no virtual environment could be made in $folder"
-    "$folder/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
-        --progress-bar off --editable "$root${extras:+[$extras]}" "$@" ||
+    echo "== installing the package and what it needs (a few minutes the first time)" >&2
+    "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+        --editable "$root${extras:+[$extras]}" "$@" | show_pip_steps >&2 ||
         die "pip could not install the package" "the reason stands above; run this again to go on"
     # Written last: an installation that was cut short is started again.
     echo "$wanted" >"$folder/installed"
