@@ -75,8 +75,11 @@ make_environment() {
     "$python" -m venv --clear "$folder" || die "no virtual environment could be made in $folder"
     echo "== installing the package and what it needs (a few minutes the first time)" >&2
     "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-        --editable "$root${extras:+[$extras]}" "$@" | show_pip_steps >&2 ||
+        --editable "$root${extras:+[$extras]}" "$@" 2>&1 |
+        tee "$folder/install.log" | show_pip_steps >&2 || {
+        grep -v '^WARNING' "$folder/install.log" | tail -n 15 >&2 || true
         die "pip could not install the package" "the reason stands above; run this again to go on"
+    }
     # Written last: an installation that was cut short is started again.
     echo "$wanted" >"$folder/installed"
 }
