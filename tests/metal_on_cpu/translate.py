@@ -40,6 +40,12 @@ def translate(traced: Traced, preprocessed: str) -> str:
     return _threadgroup_variables(preprocessed, traced.function) + _caller(traced)
 
 
+def for_clang(traced: Traced, preprocessed: str) -> str:
+    """As :func:`translate`, for a compiler that knows address spaces: nothing but a check."""
+    use = f"\nauto msl_instance() {{ return &{traced.instance}; }}\n"
+    return _threadgroup_variables(preprocessed, traced.function, keep=True) + use
+
+
 def _caller(traced: Traced) -> str:
     arguments, buffers = [], 0
     for parameter in traced.parameters:
@@ -56,7 +62,8 @@ def _caller(traced: Traced) -> str:
     )
 
 
-def _threadgroup_variables(text: str, function: str) -> str:
+def _threadgroup_variables(text: str, function: str, keep: bool = False) -> str:
+    """``keep`` leaves the variables in the program, with their address space."""
     kernel = text.index(f"void {function}(")
     out, done, count = [], 0, 0
     for match in re.finditer(r"\bthreadgroup\b", text):
@@ -66,15 +73,19 @@ def _threadgroup_variables(text: str, function: str) -> str:
         done = match.end()
         stop, end = _declaration_end(text, done)
         if stop not in (",", ";", "="):
-            continue  # a pointer, a reference, a cast: plain memory here
+            if keep:
+                out.append("threadgroup")
+            continue  # a pointer, a reference, a cast: plain memory for g++
         line = _line(text, match.start())
         if match.start() < kernel:
             raise TranslationError("threadgroup variables belong into the kernel function", line)
         declarators = _split(text[done : text.index(";", end)])
         done = text.index(";", end) + 1
-        out.append(
-            _references(declarators, count, line) + "\n" * text.count("\n", match.start(), done)
-        )
+        if keep:
+            out.append(f"extern {text[match.start() : done]}")
+        else:
+            lines = text.count("\n", match.start(), done)
+            out.append(_references(declarators, count, line) + "\n" * lines)
         count += len(declarators)
     return "".join(out) + text[done:]
 

@@ -66,6 +66,7 @@ template <typename T, int N> struct vec;
 template <typename T, int N, int... I> struct Swizzle {
   T all[N];
   constexpr operator vec<T, int(sizeof...(I))>() const { return {all[I]...}; }
+  constexpr T operator[](size_t k) const { return vec<T, int(sizeof...(I))>(*this)[k]; }
   constexpr Swizzle& operator=(const vec<T, int(sizeof...(I))>& other) {
     int k = 0;
     ((all[I] = other[k++]), ...);
