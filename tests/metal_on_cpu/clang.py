@@ -12,8 +12,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
-import mlx.core as mx
-
 from metal_on_cpu.compiler import SHIM, diagnostics, preprocess, show
 from metal_on_cpu.trace import Traced, trace
 from metal_on_cpu.translate import TranslationError, for_clang
@@ -46,8 +44,7 @@ def clang_diagnostics(kernel: Callable, *, inputs, **call) -> list[str]:
     program, reason = find_clang()
     if reason:
         raise RuntimeError(reason)
-    arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-    return check(trace(kernel, arrays, **call), program)
+    return check(trace(kernel, inputs, **call), program)
 
 
 def check(traced: Traced, program: str) -> list[str]:

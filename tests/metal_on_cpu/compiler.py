@@ -30,6 +30,7 @@ KERNEL = [
     "-ffp-contract=off",
     "-fno-exceptions",
     "-fno-strict-aliasing",
+    "-fno-tree-loop-distribute-patterns",  # a loop that became a memset would not be announced
     "-fsigned-char",
 ]
 PREPROCESS = ["-E", "-x", "c++", "-nostdinc", "-D__METAL__=1", "-D__METAL_VERSION__=310"]

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_on_cpu.compiler import build, metal_line, missing_compiler, runtime
-from metal_on_cpu.trace import Parameter, Traced, trace
+from metal_on_cpu.trace import Parameter, Traced, as_arrays, trace
 
 # Names of the findings, in the order of `Kind` in msl/runtime.h.
 KINDS = (
@@ -154,7 +154,7 @@ def on_cpu(kernel: Callable, *, allow: Iterable[str] = ()) -> Callable[..., list
     ) -> list[mx.array]:
         if missing_compiler():
             raise RuntimeError(missing_compiler())
-        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        arrays = as_arrays(inputs)
         described = {"output_shapes": output_shapes, "output_dtypes": output_dtypes, "grid": grid}
         described |= {"threadgroup": threadgroup, "template": template, "init_value": init_value}
         traced = trace(kernel, arrays, **{k: v for k, v in described.items() if v is not None})

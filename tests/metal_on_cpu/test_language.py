@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from metal_on_cpu import missing_compiler, on_cpu, run
 pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 
 AND, XOR = np.bitwise_and.reduce, np.bitwise_xor.reduce
+FLOATS = np.random.default_rng(5).standard_normal(32).astype(np.float32) * 3
+INTEGERS = np.random.default_rng(1).integers(-50, 50, 32).astype(np.int32)
+WORDS = np.array([0, 1, 5, 255, 1000, 0x80000000, 0xFFFFFFFF, 0x12345678] * 4, np.uint32)
 HALVES = (mx.float16, mx.bfloat16)
 
 
@@ -25,6 +30,24 @@ def evaluate(statements, *inputs, size=32, dtype=mx.float32, header="", **more) 
     )
     call = {"grid": (size, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(size,)]}
     return on_cpu(kernel)(inputs=list(inputs), output_dtypes=[dtype], **call, **more)[0]
+
+
+@functools.cache
+def all_of(type_, expressions) -> dict[str, np.ndarray]:
+    """The values of ``expressions`` in 32 threads: one kernel for all of them, to compile once."""
+    lines = [f"out[{32 * k} + i] = {text};" for k, text in enumerate(expressions)]
+    x = {"float": FLOATS, "int": INTEGERS, "uint": WORDS}[type_]
+    kernel = mx.fast.metal_kernel(
+        name="expressions",
+        input_names=["a"],
+        output_names=["out"],
+        source="\n".join([f"uint i = thread_position_in_grid.x; {type_} x = a[i];", *lines]),
+    )
+    call = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "inputs": [mx.array(x)]}
+    dtype = mx.array(x).dtype
+    shape = (len(expressions), 32)
+    (out,) = run(kernel, output_shapes=[shape], output_dtypes=[dtype], **call)
+    return dict(zip(expressions, out, strict=True))
 
 
 def random(seed, size=32, dtype=mx.float32) -> mx.array:
@@ -71,83 +94,68 @@ def test_a_literal_without_suffix_is_a_float():
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "exp",
-        "metal::exp",
-        "fast::exp",
-        "metal::precise::exp",
-        "exp2",
-        "log",
-        "log2",
-        "log10",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-    ],
-)
-def test_math_functions(name):
-    a = mx.abs(random(0)) + 0.1
-    out = evaluate(f"out[i] = {name}(a[i]);", a)
-    expected = getattr(np, name.split("::")[-1])(np.array(a))
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+OF_FLOATS = {
+    "exp(x)": np.exp,
+    "metal::exp(x)": np.exp,
+    "fast::exp(x)": np.exp,
+    "metal::precise::exp(x)": np.exp,
+    "exp2(x)": np.exp2,
+    "sin(x)": np.sin,
+    "cos(x)": np.cos,
+    "tan(x)": np.tan,
+    "tanh(x)": np.tanh,
+    "sinh(x)": np.sinh,
+    "atan(x)": np.arctan,
+    "log(abs(x))": lambda x: np.log(np.abs(x)),
+    "log2(abs(x))": lambda x: np.log2(np.abs(x)),
+    "log10(abs(x))": lambda x: np.log10(np.abs(x)),
+    "sqrt(abs(x))": lambda x: np.sqrt(np.abs(x)),
+    "rsqrt(abs(x))": lambda x: 1 / np.sqrt(np.abs(x)),
+    "floor(x) + ceil(x) + trunc(x)": lambda x: np.floor(x) + np.ceil(x) + np.trunc(x),
+    "rint(x)": np.rint,
+    "round(2.5f)": lambda x: 0 * x + 3,
+    "clamp(x, -1.0f, 1.0f)": lambda x: x.clip(-1, 1),
+    "select(x, 5.0f, x > 0)": lambda x: np.where(x > 0, 5, x),
+    "min(x, 0.5f) + max(x, 0.5f)": lambda x: np.minimum(x, 0.5) + np.maximum(x, 0.5),
+    "max(NAN, x)": lambda x: x,
+    "fma(x, 2.0f, 1.0f)": lambda x: 2 * x + 1,
+    "sign(x) * copysign(3.0f, x)": lambda x: 0 * x + 3,
+    "pow(abs(x), 1.5f)": lambda x: np.abs(x) ** 1.5,
+    "isnan(x / 0.0f - x / 0.0f) && isinf(x / 0.0f)": lambda x: 0 * x + 1,
+    "as_type<float>(as_type<uint>(x) & 0x7fffffffu)": np.abs,
+    "metal::numeric_limits<float>::max() > x": lambda x: 0 * x + 1,
+    "Limits<bfloat>::min < x && Limits<half>::finite_max > 65503.0f": lambda x: 0 * x + 1,
+    "float(half(x)) - float(1.0h)": lambda x: np.float32(np.float16(x)) - 1,
+    "float2(x, 1).y + float4(x).w": lambda x: 1 + x,
+}
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("rsqrt(abs(x))", lambda x: 1 / np.sqrt(np.abs(x))),
-        ("floor(x) + ceil(x) + trunc(x)", lambda x: np.floor(x) + np.ceil(x) + np.trunc(x)),
-        ("rint(x)", np.rint),
-        ("round(2.5f)", lambda x: 0 * x + 3),
-        ("clamp(x, -1.0f, 1.0f)", lambda x: x.clip(-1, 1)),
-        ("select(x, 5.0f, x > 0)", lambda x: np.where(x > 0, 5, x)),
-        ("min(x, 0.5f) + max(x, 0.5f)", lambda x: np.minimum(x, 0.5) + np.maximum(x, 0.5)),
-        ("max(NAN, x)", lambda x: x),
-        ("fma(x, 2.0f, 1.0f)", lambda x: 2 * x + 1),
-        ("sign(x) * copysign(3.0f, x)", lambda x: 0 * x + 3),
-        ("pow(abs(x), 1.5f)", lambda x: np.abs(x) ** 1.5),
-        ("isnan(x / 0.0f - x / 0.0f) && isinf(x / 0.0f)", lambda x: 0 * x + 1),
-        ("as_type<float>(as_type<uint>(x) & 0x7fffffffu)", np.abs),
-        ("metal::numeric_limits<float>::max() > x", lambda x: 0 * x + 1),
-        ("Limits<bfloat>::min < x && Limits<half>::finite_max > 65503.0f", lambda x: 0 * x + 1),
-        ("float(half(x)) - float(1.0h)", lambda x: np.float32(np.float16(x)) - 1),
-        ("float2(x, 1).y + float4(x).w", lambda x: 1 + x),
-    ],
-)  # fmt: skip
-def test_expressions(expression, expected):
-    x = np.array(random(5))
-    out = evaluate(f"float x = a[i]; out[i] = {expression};", mx.array(x))
-    np.testing.assert_allclose(out, expected(x), rtol=1e-6)
+@pytest.mark.parametrize("expression", OF_FLOATS)
+def test_expressions(expression):
+    out = all_of("float", tuple(OF_FLOATS))[expression]
+    np.testing.assert_allclose(out, OF_FLOATS[expression](FLOATS), rtol=4e-6)
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("popcount(x)", lambda x: x.bit_count()),
-        ("clz(x)", lambda x: 32 - x.bit_length()),
-        ("ctz(x)", lambda x: 32 if x == 0 else (x & -x).bit_length() - 1),
-        ("reverse_bits(x)", lambda x: int(f"{x:032b}"[::-1], 2)),
-        ("rotate(x, 7u)", lambda x: (x << 7 | x >> 25) & 0xFFFFFFFF),
-        ("extract_bits(x, 5u, 9u)", lambda x: x >> 5 & 511),
-        ("insert_bits(x, 6u, 4u, 3u)", lambda x: x & ~(7 << 4) | 6 << 4),
-        ("mulhi(x, 0x9e3779b9u)", lambda x: x * 0x9E3779B9 >> 32),
-        ("absdiff(x, 1000u)", lambda x: abs(x - 1000)),
-        ("as_type<ushort2>(x).y", lambda x: x >> 16),
-        ("as_type<uchar4>(x)[2]", lambda x: x >> 16 & 255),
-        ("uint(uchar(x) + ushort(1))", lambda x: (x & 255) + 1),
-    ],
-)
-def test_integers(expression, expected):
-    values = [0, 1, 5, 255, 1000, 0x80000000, 0xFFFFFFFF, 0x12345678] * 4
-    x = mx.array(values, dtype=mx.uint32)
-    out = evaluate(f"uint x = a[i]; out[i] = {expression};", x, dtype=mx.uint32)
-    wanted = [
-        expected(v) if expected else int((v >> 10 & 31) != 31 or not v & 1023) for v in values
-    ]
-    assert out.tolist() == wanted
+OF_WORDS = {
+    "popcount(x)": lambda x: x.bit_count(),
+    "clz(x)": lambda x: 32 - x.bit_length(),
+    "ctz(x)": lambda x: 32 if x == 0 else (x & -x).bit_length() - 1,
+    "reverse_bits(x)": lambda x: int(f"{x:032b}"[::-1], 2),
+    "rotate(x, 7u)": lambda x: (x << 7 | x >> 25) & 0xFFFFFFFF,
+    "extract_bits(x, 5u, 9u)": lambda x: x >> 5 & 511,
+    "insert_bits(x, 6u, 4u, 3u)": lambda x: x & ~(7 << 4) | 6 << 4,
+    "mulhi(x, 0x9e3779b9u)": lambda x: x * 0x9E3779B9 >> 32,
+    "absdiff(x, 1000u)": lambda x: abs(x - 1000),
+    "as_type<ushort2>(x).y": lambda x: x >> 16,
+    "as_type<uchar4>(x)[2]": lambda x: x >> 16 & 255,
+    "uint(uchar(x) + ushort(1))": lambda x: (x & 255) + 1,
+}
+
+
+@pytest.mark.parametrize("expression", OF_WORDS)
+def test_integers(expression):
+    out = all_of("uint", tuple(OF_WORDS))[expression]
+    assert out.tolist() == [OF_WORDS[expression](int(x)) for x in WORDS]
 
 
 def test_vectors():
@@ -212,34 +220,33 @@ def test_what_a_header_may_hold():
     assert evaluate(statements, mx.array(x), header=header)[0] == 2 * 1 + 6 + (4 + 1) + 1 + 6
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("simd_sum(x)", lambda x, i: x.sum()),
-        ("simd_product(i < 3 ? x : 1)", lambda x, i: x[:3].prod()),
-        ("simd_max(x) - simd_min(x)", lambda x, i: x.max() - x.min()),
-        ("simd_or(1 << (i % 8))", lambda x, i: 255),
-        ("simd_and(x | 64) & simd_xor(x)", lambda x, i: AND(x | 64) & XOR(x)),
-        ("simd_shuffle(x, ushort((i * 7) % 32))", lambda x, i: x[i * 7 % 32]),
-        ("simd_shuffle_xor(x, 5)", lambda x, i: x[i ^ 5]),
-        ("simd_shuffle_down(x, 3)", lambda x, i: x[i + 3] if i + 3 < 32 else x[i]),
-        ("simd_shuffle_up(x, 3)", lambda x, i: x[i - 3] if i >= 3 else x[i]),
-        ("simd_shuffle_rotate_down(x, 3)", lambda x, i: x[(i + 3) % 32]),
-        ("simd_shuffle_rotate_up(x, 3)", lambda x, i: x[(i - 3) % 32]),
-        ("simd_broadcast(x, 9)", lambda x, i: x[9]),
-        ("simd_broadcast_first(x)", lambda x, i: x[0]),
-        ("simd_prefix_inclusive_sum(x)", lambda x, i: x[: i + 1].sum()),
-        ("simd_prefix_exclusive_sum(x)", lambda x, i: x[:i].sum()),
-        ("int(ulong(simd_ballot(i < 4)))", lambda x, i: 15),
-        ("int(simd_any(i == 3)) * 2 + simd_all(i < 31)", lambda x, i: 2),
-        ("simd_sum(float2(x, 1)).y", lambda x, i: 32),
-        ("int(simd_is_first())", lambda x, i: int(i == 0)),
-    ],
-)  # fmt: skip
-def test_simdgroup_operations(expression, expected):
-    x = np.random.default_rng(1).integers(-50, 50, 32).astype(np.int32)
-    out = evaluate(f"int x = a[i]; out[i] = {expression};", mx.array(x), dtype=mx.int32)
-    assert out.tolist() == [expected(x, i) for i in range(32)]
+OF_LANES = {
+    "simd_sum(x)": lambda x, i: x.sum(),
+    "simd_product(i < 3 ? x : 1)": lambda x, i: x[:3].prod(),
+    "simd_max(x) - simd_min(x)": lambda x, i: x.max() - x.min(),
+    "simd_or(1 << (i % 8))": lambda x, i: 255,
+    "simd_and(x | 64) & simd_xor(x)": lambda x, i: AND(x | 64) & XOR(x),
+    "simd_shuffle(x, ushort((i * 7) % 32))": lambda x, i: x[i * 7 % 32],
+    "simd_shuffle_xor(x, 5)": lambda x, i: x[i ^ 5],
+    "simd_shuffle_down(x, 3)": lambda x, i: x[i + 3] if i + 3 < 32 else x[i],
+    "simd_shuffle_up(x, 3)": lambda x, i: x[i - 3] if i >= 3 else x[i],
+    "simd_shuffle_rotate_down(x, 3)": lambda x, i: x[(i + 3) % 32],
+    "simd_shuffle_rotate_up(x, 3)": lambda x, i: x[(i - 3) % 32],
+    "simd_broadcast(x, 9)": lambda x, i: x[9],
+    "simd_broadcast_first(x)": lambda x, i: x[0],
+    "simd_prefix_inclusive_sum(x)": lambda x, i: x[: i + 1].sum(),
+    "simd_prefix_exclusive_sum(x)": lambda x, i: x[:i].sum(),
+    "int(ulong(simd_ballot(i < 4)))": lambda x, i: 15,
+    "int(simd_any(i == 3)) * 2 + simd_all(i < 31)": lambda x, i: 2,
+    "simd_sum(float2(x, 1)).y": lambda x, i: 32,
+    "int(simd_is_first())": lambda x, i: int(i == 0),
+}
+
+
+@pytest.mark.parametrize("expression", OF_LANES)
+def test_simdgroup_operations(expression):
+    out = all_of("int", tuple(OF_LANES))[expression]
+    assert out.tolist() == [OF_LANES[expression](INTEGERS, i) for i in range(32)]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

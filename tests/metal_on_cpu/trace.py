@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -63,7 +64,11 @@ class Traced:
         return [p for p in self.parameters if not p.attribute]
 
 
-def trace(kernel, inputs: list[mx.array], **call) -> Traced:
+def as_arrays(inputs) -> list[mx.array]:
+    return [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+
+
+def trace(kernel: Callable, inputs, **call) -> Traced:
     """The text for ``kernel(inputs=inputs, **call)``. Needs no GPU; nothing is run.
 
     MLX checks the arguments as it would in a real call, and its ValueError is passed on.
@@ -75,7 +80,9 @@ def trace(kernel, inputs: list[mx.array], **call) -> Traced:
             found.append(step["arguments"])
 
     call = {**call, "stream": call.get("stream") or mx.gpu}
-    mx.export_function(note, lambda *arrays: kernel(inputs=list(arrays), **call), *inputs)
+    mx.export_function(
+        note, lambda *arrays: kernel(inputs=list(arrays), **call), *as_arrays(inputs)
+    )
     if len(found) != 1 or len(found[0]) < 10 or not isinstance(found[0][9], bool):
         raise RuntimeError("this version of MLX describes a custom kernel in another way")
     function, text, row_contiguous = found[0][0], found[0][1], found[0][9]
