@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -170,6 +172,13 @@ def test_a_kernel_can_be_replaced_by_its_twin_on_the_cpu():
     kernel = on_cpu(make("uint i = thread_position_in_grid.x; out[i] = x[i] * 2;"))
     (out,) = kernel(inputs=[mx.arange(8)], stream=mx.gpu, **one_output(8, mx.int32))
     assert out.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+def test_the_example_in_the_documentation():
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "metal-on-cpu.md"
+    names: dict = {}
+    exec(page.read_text().split("```python")[1].split("```")[0], names)
+    np.testing.assert_array_equal(names["out"], np.arange(64)[::-1])
 
 
 def test_a_kernel_runs_the_same_way_each_time():

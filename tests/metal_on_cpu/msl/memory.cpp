@@ -149,7 +149,7 @@ void check(Region& region, const char* address, size_t size, unsigned kind, uint
     Cell& cell = region.cells[i];
     const char* here = region.begin + i * region.grain;
     if (kind & READ && !region.filled && cell.written.epoch < (memory == GROUP ? now.group_epoch : 1) && !allowed(UNINITIALISED))
-      fault(UNINITIALISED, place_of(code), {}, "{0} reads `%s`[%ld], which nobody has written", region.name, element_at(region, here));
+      fault(UNINITIALISED, place_of(code), {}, "{0} reads `%s`[%ld], which nobody has written so far", region.name, element_at(region, here));
     const uint8_t writers = overlap(cell.written, memory);
     if (writers && !(atomic && cell.written.atomic) && !allowed(RACE))
       race(region, here, cell.written, kind & WRITE ? "writes" : "reads", "wrote", code);
