@@ -13,8 +13,9 @@ from typing import Literal
 
 import mlx.core as mx
 
-Backend = Literal["cpu", "portable"]
-"""``cpu``: numpy and the system BLAS. ``portable``: plain MLX operations on any device."""
+Backend = Literal["cpu", "portable", "metal", "cuda"]
+"""``cpu``: numpy and the system BLAS. ``metal``, ``cuda``: kernels that read packed words, and
+plain MLX where there is none. ``portable``: plain MLX operations on any device."""
 
 _forced = threading.local()
 
@@ -22,13 +23,37 @@ _forced = threading.local()
 def backend() -> Backend:
     """The back-end for the current default device.
 
-    On a CPU that is ``cpu`` (MLX's own CPU build multiplies matrices slowly); on a GPU, Metal or
-    CUDA, it is ``portable``.
+    On a CPU that is ``cpu`` (MLX's own CPU build multiplies matrices slowly); on a GPU the dialect
+    of its kernels.
     """
     choice = getattr(_forced, "choice", None)
     if choice is not None:
         return choice
-    return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "portable"
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return _gpu_backend()
+
+
+def _gpu_backend() -> Backend:
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else "portable"
+
+
+def why_backend() -> str:
+    """One line for people: the back-end and what decided it."""
+    choice = backend()
+    if getattr(_forced, "choice", None) is not None:
+        return f"{choice} (chosen by the caller)"
+    if choice == "cpu":
+        found = "the default device is the CPU"
+        if _gpu_backend() == "portable":
+            found = "MLX finds no GPU"
+        return f"cpu ({found}; products by NumPy's BLAS)"
+    if choice == "portable":
+        return "portable (a GPU that is neither Metal nor CUDA; plain MLX operations)"
+    name = "Metal" if choice == "metal" else "CUDA"
+    return f"{choice} (the default device is a {name} GPU; kernels read packed weights)"
 
 
 @contextmanager

@@ -1,16 +1,24 @@
-"""Products with packed experts in plain MLX: the reference, and the path of every GPU.
+"""Products with packed experts on a GPU, and the reference in plain MLX.
 
-Few rows: the packed words of just the experts that are named are gathered and decoded, one small
-matrix per row. Many rows: the stack is decoded in bounded blocks of experts and handed to
-``mx.gather_mm``; rows whose expert lies outside a block are computed and masked away.
+Few rows: a kernel multiplies each by the packed words of its own expert, and no other expert is
+read. Many rows: the stack is decoded in bounded blocks of experts and handed to ``mx.gather_mm``;
+rows whose expert lies outside a block are computed and masked away.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
+import numpy as np
 
 from ..quant.weight import PackedWeight, dequantize_rows
-from .matmul import BLOCK_BYTES
+from .dialect import Dialect
+from .expand import expand
+from .matmul import BLOCK_BYTES, has_sketch, kernel_dialect, sketch_input, sketch_of
+from .matvec import gather_matvec
+from .selection import GATHER_ENTRIES
 
 EXPERT_BLOCK_BYTES = 8 * BLOCK_BYTES
 """Bytes of the activation dtype that decoded experts may take at a time."""
@@ -22,6 +30,8 @@ def gather_matmul(
     indices: mx.array,
     sorted_indices: bool = False,
     use_qjl: bool = True,
+    *,
+    gradients: bool = False,
 ) -> mx.array:
     """``x W'_e^T`` with the expert e of each row, as ``mx.gather_mm`` pairs them.
 
@@ -31,25 +41,55 @@ def gather_matmul(
         indices: expert numbers.
         sorted_indices: whether ``indices`` ascend (a hint).
         use_qjl: whether the residual's sketch, if there is one, counts.
+        gradients: whether a gradient by ``x`` may be asked for, see ``matmul.packed_matmul``.
 
     Returns:
         [broadcast..., n, O] in the dtype of ``x``.
     """
+    dialect = kernel_dialect(x, weight)
+    if dialect is None:
+        return portable_gather(x, weight, indices, sorted_indices, use_qjl)
+    if gradients:
+        return _differentiable(weight, indices, sorted_indices, use_qjl, dialect)(x)
+    return _kernel_gather(x, weight, indices, sorted_indices, use_qjl, dialect)
+
+
+def portable_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    sorted_indices: bool = False,
+    use_qjl: bool = True,
+) -> mx.array:
+    """``gather_matmul`` in plain MLX: the reference."""
     experts, rows, width = weight.shape
-    expert_bytes = rows * width * x.itemsize
-    if indices.size * expert_bytes <= EXPERT_BLOCK_BYTES and indices.size < experts:
+    if indices.size * rows * width * x.itemsize <= EXPERT_BLOCK_BYTES and indices.size < experts:
         chosen = _decode(weight.experts(indices.reshape(-1)), use_qjl, x.dtype)
         return x @ chosen.reshape(*indices.shape, rows, width).swapaxes(-1, -2)
+    return _in_blocks(
+        x, weight, indices, sorted_indices, lambda part, dtype: _decode(part, use_qjl, dtype)
+    )
+
+
+def _in_blocks(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    sorted_indices: bool,
+    decode: Callable[[PackedWeight, mx.Dtype], mx.array],
+) -> mx.array:
+    """Blocks of experts are decoded and multiplied by ``mx.gather_mm``."""
+    experts, rows, width = weight.shape
     # MLX's CPU build has gather_mm for float32 alone
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     dtype = mx.float32 if on_cpu else x.dtype
-    step = max(1, EXPERT_BLOCK_BYTES // expert_bytes)
+    step = max(1, EXPERT_BLOCK_BYTES // (rows * width * x.itemsize))
     out = None
     for start in range(0, experts, step):
         stop = min(start + step, experts)
         y = mx.gather_mm(
             x.astype(dtype),
-            _decode(weight.rows(start, stop), use_qjl, dtype).swapaxes(-1, -2),
+            decode(weight.rows(start, stop), dtype).swapaxes(-1, -2),
             rhs_indices=mx.clip(indices, start, stop - 1) - start,
             sorted_indices=sorted_indices,
         ).astype(x.dtype)
@@ -66,3 +106,57 @@ def _decode(stack: PackedWeight, use_qjl: bool, dtype: mx.Dtype) -> mx.array:
     experts, rows, _ = stack.shape
     dense = dequantize_rows(stack, 0, experts * rows, use_qjl=use_qjl, dtype=dtype)
     return dense.reshape(stack.shape)
+
+
+def _kernel_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    sorted_indices: bool,
+    use_qjl: bool,
+    dialect: Dialect,
+) -> mx.array:
+    rows, width = weight.shape[-2:]
+    lead = np.broadcast_shapes(x.shape[:-2], indices.shape)
+    entries = math.prod(lead)
+    with_sketch = has_sketch(weight, use_qjl)
+    if x.shape[-2] != 1 or entries > GATHER_ENTRIES:
+
+        def decode(part: PackedWeight, dtype: mx.Dtype) -> mx.array:
+            if with_sketch:
+                return _decode(part, True, dtype)
+            return expand(part.flat(), dtype, dialect).reshape(part.shape)
+
+        return _in_blocks(x, weight, indices, sorted_indices, decode)
+    if indices.shape != lead:
+        indices = mx.broadcast_to(indices, lead)
+    # mlx-lm's decode: the k experts of a token share its activation
+    if x.shape[:-2] not in (lead, (*lead[:-1], 1)):
+        x = mx.broadcast_to(x, (*lead, 1, width))
+    flat, chosen = x.reshape(-1, width), indices.reshape(-1)
+    if with_sketch:
+        y = gather_matvec(flat, weight, chosen, dialect, dtype=mx.float32)
+        y = y + gather_matvec(
+            sketch_input(flat, weight), sketch_of(weight), chosen, dialect, dtype=mx.float32
+        )
+        y = y.astype(x.dtype)
+    else:
+        y = gather_matvec(flat, weight, chosen, dialect)
+    return y.reshape(*lead, 1, rows)
+
+
+def _differentiable(weight, indices, sorted_indices, use_qjl, dialect):
+    """The product as a function of ``x`` that has a vector-Jacobian product."""
+
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        return _kernel_gather(x, weight, indices, sorted_indices, use_qjl, dialect)
+
+    @product.vjp
+    def product_vjp(x, cotangent, _):
+        def same(v: mx.array) -> mx.array:
+            return portable_gather(v, weight, indices, sorted_indices, use_qjl)
+
+        return mx.vjp(same, [x], [cotangent])[1][0]
+
+    return product

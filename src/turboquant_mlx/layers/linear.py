@@ -38,7 +38,7 @@ class TurboQuantLinear(PackedLayer):
         y = self._on_cpu(x) if backend() == "cpu" else None
         if y is None:
             rotated = self.group.read(x, rotated=True, dtype=x.dtype)
-            y = packed_matmul(rotated, self.packed(), self.use_qjl)
+            y = packed_matmul(rotated, self.packed(), self.use_qjl, gradients=self.training)
         if "bias" in self:
             y = (y + self.bias).astype(x.dtype)
         return y

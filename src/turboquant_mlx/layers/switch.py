@@ -41,7 +41,14 @@ class TurboQuantSwitchLinear(PackedLayer):
         y = self._on_cpu(x, indices) if backend() == "cpu" else None
         if y is None:
             rotated = self.group.read(x, rotated=True, dtype=x.dtype)
-            y = gather_matmul(rotated, self.packed(), indices, sorted_indices, self.use_qjl)
+            y = gather_matmul(
+                rotated,
+                self.packed(),
+                indices,
+                sorted_indices,
+                self.use_qjl,
+                gradients=self.training,
+            )
         if "bias" in self:
             y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
         return y

@@ -1,0 +1,263 @@
+"""One kernel body, rendered for Metal and for CUDA.
+
+A body is plain C++ that both compilers take, with a few macros for what differs:
+
+===================== =============================================================================
+``TQ_SHARED(T, n, c)`` an array of the threadgroup (block): ``T n[c]``
+``TQ_SYNC()``          barrier of the threadgroup
+``TQ_SHUFFLE_XOR``     exchange within 32 lanes
+``TQ_FUNNEL(a, b, s)`` bits s .. s + 31 of the 64-bit number whose low half is a; s below 32
+``TQ_EXP2(x)``         2**x for |x| < 100, to a few units in the last place
+``TQ_READ``            ``TQ_READ(to, count, from, offset)``: consecutive elements, as float
+``TQ_WRITE``           ``TQ_WRITE(to, offset, values, count)``: consecutive floats, as ``T``
+``TQ_PICK_BYTE``       the entry of a table that byte j of a word names
+``TQ_PICK_PAIR``       the two entries that some bits of a word name together
+``TQ_UNROLL``          before a loop whose bounds are constants
+===================== =============================================================================
+
+``tq_tid``, ``tq_lane``, ``tq_warp``, ``tq_bx`` and ``tq_by`` say where a thread is. Rules for
+bodies: threadgroups are one-dimensional and multiples of 32; nobody returns before a barrier;
+every access is checked against its bounds, for CUDA rounds the grid up; no typed pointer to an
+input (small inputs lie in another address space on Metal); at most 32 KiB of shared memory.
+
+Tables that all lanes look up at once are stored in several copies side by side, entry by entry, so
+that lanes with different copies never meet in one memory bank.
+
+Kernels are specialised by template arguments and built once for each back-end; MLX compiles each
+specialisation at its first use and keeps it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+
+Dialect = Literal["metal", "cuda"]
+
+_METAL_PRELUDE = """
+#define TQ_UNROLL MLX_MTL_PRAGMA_UNROLL
+#define TQ_SHARED(T, name, count) threadgroup T name[count]
+#define TQ_SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define TQ_SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
+#define TQ_FUNNEL(low, high, shift) \\
+  (((low) >> (shift)) | (((high) << 1) << (31u - (shift))))
+#define TQ_EXP2(x) exp2(x)
+#define TQ_READ(to, count, from, offset) \\
+  TQ_UNROLL for (int tq_i = 0; tq_i < (count); ++tq_i) to[tq_i] = float(from[(offset) + tq_i])
+#define TQ_WRITE(to, offset, values, count) \\
+  TQ_UNROLL for (int tq_i = 0; tq_i < (count); ++tq_i) to[(offset) + tq_i] = T(values[tq_i])
+#define TQ_PICK_BYTE(table, word, j, copies, copy) \\
+  table[(((word) >> (8 * (j))) & 255u) * (copies) + (copy)]
+#define TQ_PICK_PAIR(first, second, table, word, shift, bits, copies, copy) \\
+  { \\
+    const uint tq_key = ((word) >> (shift)) & ((1u << (bits)) - 1u); \\
+    const uint tq_slot = (tq_key * uint(copies) + (copy)) * 2u; \\
+    first = table[tq_slot]; \\
+    second = table[tq_slot + 1u]; \\
+  }
+"""
+
+_METAL_PROLOGUE = """
+  const uint tq_tid = thread_index_in_threadgroup;
+  const uint tq_lane = thread_index_in_simdgroup;
+  const uint tq_warp = simdgroup_index_in_threadgroup;
+  const uint tq_bx = threadgroup_position_in_grid.x;
+  const uint tq_by = threadgroup_position_in_grid.y;
+  (void)tq_tid; (void)tq_lane; (void)tq_warp; (void)tq_bx; (void)tq_by;
+"""
+
+# Byte offsets into shared memory are built with one instruction where that is possible: the dot
+# product of four bytes picks a byte, multiplies it by the size of a row of copies and adds the
+# offset of this lane's copy.
+_CUDA_PRELUDE = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef unsigned int tq_uint;
+#define uint tq_uint
+#define TQ_UNROLL _Pragma("unroll")
+#define TQ_SHARED(T, name, count) __shared__ __align__(16) T name[count]
+#define TQ_SYNC() __syncthreads()
+#define TQ_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
+#define TQ_FUNNEL(low, high, shift) __funnelshift_r(low, high, shift)
+#define TQ_EXP2(x) exp2f(x)
+template <int N>
+__device__ __forceinline__ void tq_read(float* to, const float* from) {
+  if ((reinterpret_cast<size_t>(from) & 15u) == 0u) {
+    TQ_UNROLL for (int i = 0; i < N; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(from + i);
+      to[i] = v.x; to[i + 1] = v.y; to[i + 2] = v.z; to[i + 3] = v.w;
+    }
+  } else {
+    TQ_UNROLL for (int i = 0; i < N; ++i) to[i] = from[i];
+  }
+}
+__device__ __forceinline__ float2 tq_widen(const __half*, tq_uint v) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&v));
+}
+__device__ __forceinline__ float2 tq_widen(const __nv_bfloat16*, tq_uint v) {
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+template <int N, typename S>
+__device__ __forceinline__ void tq_read(float* to, const S* from) {
+  if ((reinterpret_cast<size_t>(from) & 15u) == 0u) {
+    TQ_UNROLL for (int i = 0; i < N; i += 8) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + i);
+      float2 f = tq_widen(from, v.x); to[i] = f.x; to[i + 1] = f.y;
+      f = tq_widen(from, v.y); to[i + 2] = f.x; to[i + 3] = f.y;
+      f = tq_widen(from, v.z); to[i + 4] = f.x; to[i + 5] = f.y;
+      f = tq_widen(from, v.w); to[i + 6] = f.x; to[i + 7] = f.y;
+    }
+  } else {
+    TQ_UNROLL for (int i = 0; i < N; ++i) to[i] = float(from[i]);
+  }
+}
+template <int N>
+__device__ __forceinline__ void tq_write(float* to, const float* values) {
+  TQ_UNROLL for (int i = 0; i < N; i += 4) {
+    *reinterpret_cast<float4*>(to + i) =
+        make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+  }
+}
+template <int N, typename S>
+__device__ __forceinline__ void tq_write(S* to, const float* values) {
+  TQ_UNROLL for (int i = 0; i < N; i += 8) {
+    __align__(16) S part[8];
+    TQ_UNROLL for (int j = 0; j < 8; ++j) part[j] = S(values[i + j]);
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(part);
+  }
+}
+#define TQ_READ(to, count, from, offset) tq_read<count>(to, from + (offset))
+#define TQ_WRITE(to, offset, values, count) tq_write<count>(to + (offset), values)
+#define TQ_PICK_BYTE(table, word, j, copies, copy) \\
+  (*reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + \\
+      __dp4a(word, (4u * (copies)) << (8 * (j)), 4u * (copy))))
+#define TQ_PICK_PAIR(first, second, table, word, shift, bits, copies, copy) \\
+  { \\
+    const float2 tq_pair = *reinterpret_cast<const float2*>( \\
+        reinterpret_cast<const char*>(table) + \\
+        tq_shifted(word, shift, bits, 8 * (copies), 8u * (copy))); \\
+    first = tq_pair.x; \\
+    second = tq_pair.y; \\
+  }
+// SHIFT is a constant only after unrolling, so the compiler sees through these conditions.
+__device__ __forceinline__ tq_uint tq_shifted(
+    tq_uint word, int shift, int bits, int size, tq_uint low) {
+  if (bits == 8 && size < 256 && shift % 8 == 0) return __dp4a(word, tq_uint(size) << shift, low);
+  const int log = 31 - __clz(size);
+  const tq_uint mask = ((1u << bits) - 1u) << log;
+  return ((shift >= log ? word >> (shift - log) : word << (log - shift)) & mask) | low;
+}
+"""
+
+_CUDA_PROLOGUE = """
+  const uint tq_tid = threadIdx.x;
+  const uint tq_lane = tq_tid & 31u;
+  const uint tq_warp = tq_tid >> 5;
+  const uint tq_bx = blockIdx.x;
+  const uint tq_by = blockIdx.y;
+  (void)tq_tid; (void)tq_lane; (void)tq_warp; (void)tq_bx; (void)tq_by;
+"""
+
+_PRELUDES = {"metal": _METAL_PRELUDE, "cuda": _CUDA_PRELUDE}
+_PROLOGUES = {"metal": _METAL_PROLOGUE, "cuda": _CUDA_PROLOGUE}
+
+Template = Sequence[tuple[str, Any]]
+Call = Callable[..., list[mx.array]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel before it has a dialect.
+
+    Attributes:
+        name: C identifier; one body, one name.
+        inputs: names of the inputs as the body uses them.
+        outputs: names of the outputs.
+        body: what the function does, see the module's description.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    _built: dict[str, Call] = field(default_factory=dict, repr=False, compare=False)
+
+    def header(self, dialect: Dialect) -> str:
+        """What comes before the function."""
+        return _PRELUDES[dialect]
+
+    def source(self, dialect: Dialect) -> str:
+        """What comes between the function's braces."""
+        return _PROLOGUES[dialect] + self.body
+
+    def build(self, dialect: Dialect) -> Call:
+        """MLX's own kernel object, made once.
+
+        Raises:
+            RuntimeError: for "cuda", where MLX has no CUDA.
+        """
+        if dialect not in self._built:
+            make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+            self._built[dialect] = make(
+                name=self.name,
+                input_names=list(self.inputs),
+                output_names=list(self.outputs),
+                source=self.source(dialect),
+                header=self.header(dialect),
+            )
+        return self._built[dialect]
+
+    def launch(
+        self,
+        dialect: Dialect,
+        inputs: Sequence[mx.array],
+        *,
+        template: Template,
+        groups: tuple[int, int],
+        threads: int,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Run ``groups[0]`` by ``groups[1]`` threadgroups of ``threads`` threads.
+
+        Args:
+            dialect: "metal" or "cuda".
+            inputs: in the order of ``self.inputs``.
+            template: names and values of the template arguments, the same names at each call.
+            shapes, dtypes: of the outputs.
+
+        Returns:
+            the outputs, lazy.
+        """
+        make = getattr(_local, "stand_in", None)
+        call = self.build(dialect) if make is None else make(self, dialect)
+        return call(
+            inputs=list(inputs),
+            template=list(template),
+            grid=(groups[0] * threads, groups[1], 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+        )
+
+
+_local = threading.local()
+
+
+@contextmanager
+def stand_in(make: Callable[[Kernel, Dialect], Call]) -> Iterator[None]:
+    """Call ``make(kernel, dialect)`` in place of every kernel of MLX's in this thread.
+
+    For tests: it lets kernels run where there is no GPU.
+    """
+    previous = getattr(_local, "stand_in", None)
+    _local.stand_in = make
+    try:
+        yield
+    finally:
+        _local.stand_in = previous

@@ -1,0 +1,193 @@
+"""Random packed weights, and the two ways in which tests run kernels.
+
+Where the default device is a GPU, kernels run on it. Elsewhere their Metal text runs on the CPU
+(see ``metal_on_cpu``), and so does their CUDA text, with CUDA's functions put in terms of Metal's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from turboquant_mlx.kernels import dispatch, expand, matvec, selection
+from turboquant_mlx.kernels.dialect import Dialect, Kernel, stand_in
+from turboquant_mlx.quant.spec import QuantSpec
+from turboquant_mlx.quant.weight import PackedWeight, dequantize_numpy
+
+ON_GPU = mx.default_device().type == mx.DeviceType.gpu
+
+# Relative error of a whole result. float32: other orders of at most some thousand additions, and
+# 2**x to a few units in the last place. Else half a unit in the last place of the result's dtype
+# for each element, at the worst.
+BOUNDS = {mx.float32: 2e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+
+
+def packed(spec: QuantSpec, *shape: int, seed: int = 0) -> PackedWeight:
+    """Random codes, scales (some zero) and table; nothing was quantized."""
+    rng = np.random.default_rng([seed, *shape])
+    *rows, width = shape
+    words = spec.words_per_row(width)
+    codes = rng.integers(0, 2**32, (*rows, words), dtype=np.uint32)
+    if spec.code == "ternary":
+        codes = rng.integers(0, 3**20, (*rows, words), dtype=np.uint32)
+    elif width * spec.bits % 32:
+        codes[..., -1] &= np.uint32((1 << (width * spec.bits % 32)) - 1)
+    groups = (*rows, width // spec.group_size)
+    if spec.scale_layout == "log8":
+        scales = rng.integers(170, 241, groups).astype(np.uint8)
+    else:
+        scales = rng.uniform(0.1, 1, groups).astype(np.float16)
+    scales[rng.random(groups) < 0.05] = 0
+    weight = PackedWeight(
+        spec=spec,
+        shape=shape,
+        codes=mx.array(codes),
+        scales=mx.array(scales),
+        table=mx.array(rng.standard_normal(spec.table_size).astype(np.float32)),
+        multiplier=mx.ones((width,), mx.float16),
+    )
+    if spec.qjl:
+        signs = rng.integers(0, 2**32, (*rows, -(-width // 32)), dtype=np.uint32)
+        weight.qjl_codes = mx.array(signs)
+        weight.qjl_norms = mx.array(rng.uniform(0.5, 2, tuple(rows)).astype(np.float16))
+        weight.qjl_multiplier = mx.array(rng.choice([-1.0, 1.0], width).astype(np.float16))
+    return weight
+
+
+def activation(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 1) -> mx.array:
+    values = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return mx.array(values.astype(np.float32)).astype(dtype)
+
+
+def dense(weight: PackedWeight, use_qjl: bool = True) -> np.ndarray:
+    """The decoded weight in the stored domain: float64 of the weight's shape."""
+    rows = math.prod(weight.shape[:-1])
+    values = dequantize_numpy(weight, 0, rows, rotated=True, use_qjl=use_qjl)
+    return values.astype(np.float64).reshape(weight.shape)
+
+
+def as_double(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(got: mx.array, expected: np.ndarray, dtype: mx.Dtype) -> None:
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    distance = np.linalg.norm(as_double(got) - expected)
+    assert distance <= BOUNDS[dtype] * np.linalg.norm(expected)
+
+
+def all_pairs(**axes: list) -> Iterator[dict]:
+    """Few combinations in which every two values of two axes meet, the same ones each time."""
+    names = list(axes)
+    left = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(len(axes[names[a]]))
+        for j in range(len(axes[names[b]]))
+    }
+    rng = np.random.default_rng(0)
+
+    def pairs(row: tuple[int, ...]) -> set:
+        combinations = itertools.combinations(enumerate(row), 2)
+        return {(a, i, b, j) for (a, i), (b, j) in combinations} & left
+
+    while left:
+        a, i, b, j = min(left)
+        best: tuple[int, ...] = ()
+        for _ in range(40):
+            row = [int(rng.integers(len(axes[name]))) for name in names]
+            row[a], row[b] = i, j
+            if not best or len(pairs(tuple(row))) > len(pairs(best)):
+                best = tuple(row)
+        left -= pairs(best)
+        yield {name: axes[name][value] for name, value in zip(names, best, strict=True)}
+
+
+@contextlib.contextmanager
+def running(dialect: Dialect) -> Iterator[None]:
+    """Let the kernels of a dialect run, on the GPU or on the CPU."""
+    with dispatch.force_backend(dialect):
+        if ON_GPU:
+            yield
+            return
+        from metal_on_cpu import missing_compiler, on_cpu
+
+        if missing_compiler():
+            pytest.skip(missing_compiler())
+
+        def make(kernel: Kernel, dialect: Dialect):
+            return on_cpu(kernel.build("metal") if dialect == "metal" else cuda_in_metal(kernel))
+
+        with stand_in(make), _metal_limits():
+            yield
+
+
+@contextlib.contextmanager
+def _metal_limits() -> Iterator[None]:
+    """CUDA blocks may have more shared memory than the Metal that stands for it."""
+    before = selection.TABLE_BYTES["cuda"]
+    selection.TABLE_BYTES["cuda"] = 16 * 2**10
+    try:
+        yield
+    finally:
+        selection.TABLE_BYTES["cuda"] = before
+        matvec.plan.cache_clear()
+        expand.template.cache_clear()
+
+
+def dialects() -> list[Dialect]:
+    """Those that can run here."""
+    if not ON_GPU:
+        return ["metal", "cuda"]
+    return ["metal"] if mx.metal.is_available() else ["cuda"]
+
+
+# CUDA's types and functions as our bodies use them, in Metal with the CPU's C++ types.
+_CUDA_IN_METAL = """
+#define __device__
+#define __forceinline__ inline
+#define __shared__ threadgroup
+#define __align__(n)
+#define __syncthreads() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define __shfl_xor_sync(lanes, value, mask) simd_shuffle_xor(value, ushort(mask))
+#define __uint_as_float(x) as_type<float>(x)
+#define threadIdx thread_position_in_threadgroup
+#define blockIdx threadgroup_position_in_grid
+typedef half __half;
+typedef bfloat __nv_bfloat16;
+struct __half2 { half x, y; };
+inline float2 __half22float2(__half2 v) { return float2(float(v.x), float(v.y)); }
+inline float2 make_float2(float x, float y) { return float2(x, y); }
+inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
+inline float exp2f(float x) { return exp2(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline uint __funnelshift_r(uint low, uint high, uint shift) {
+  return uint(((ulong(high) << 32) | ulong(low)) >> (shift & 31u));
+}
+inline uint __dp4a(uint a, uint b, uint c) {
+  for (int i = 0; i < 32; i += 8) c += ((a >> i) & 255u) * ((b >> i) & 255u);
+  return c;
+}
+"""
+
+
+@functools.cache
+def cuda_in_metal(kernel: Kernel):
+    """A Metal kernel whose text is the CUDA rendering (it names Metal's attributes once)."""
+    header = kernel.header("cuda").replace("#include", "//")
+    return mx.fast.metal_kernel(
+        name=kernel.name + "_cuda",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source="// thread_position_in_threadgroup threadgroup_position_in_grid\n"
+        + kernel.source("cuda"),
+        header=_CUDA_IN_METAL + header,
+    )

@@ -1,0 +1,123 @@
+"""Packed weights times many activations: decoded by a kernel in bounded blocks."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from kernel_cases import (
+    BOUNDS,
+    ON_GPU,
+    activation,
+    all_pairs,
+    as_double,
+    assert_close,
+    dense,
+    dialects,
+    packed,
+    running,
+)
+from turboquant_mlx.kernels import matmul
+from turboquant_mlx.kernels.expand import expand
+from turboquant_mlx.kernels.matmul import packed_matmul
+from turboquant_mlx.quant.spec import QuantSpec
+
+CODES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (2, 8), (3, 8), (4, 8)]
+AXES = {
+    "dialect": dialects(),
+    "code": CODES,
+    "group": [16, 32, 64, 192],
+    "layout": ["float16", "log8"],
+    "tile": [0, 96],
+    "dtype": [mx.float16, mx.bfloat16, mx.float32],
+    "outputs": [1, 7, 70],
+}
+
+
+def name_of(case: dict) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
+def test_a_kernel_decodes_every_weight(case):
+    bits, window = case["code"]
+    spec = QuantSpec(
+        bits=bits,
+        window_bits=window,
+        group_size=case["group"],
+        scale_layout=case["layout"],
+        tile=case["tile"],
+    )
+    weight = packed(spec, case["outputs"], 192)
+    with running(case["dialect"]):
+        values = expand(weight, case["dtype"], case["dialect"])
+        mx.eval(values)
+    assert_close(values, dense(weight), case["dtype"])
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("width", [40, 2880, 4096])
+def test_widths_that_are_no_multiple_of_a_step(dialect, width):
+    weight = packed(QuantSpec(bits=3, group_size=8), 9, width)
+    with running(dialect):
+        values = expand(weight, mx.float32, dialect)
+        mx.eval(values)
+    assert_close(values, dense(weight), mx.float32)
+
+
+def tolerance(dtype: mx.Dtype, width: int) -> float:
+    """Decoded weights are rounded to the dtype, and a GPU may multiply float32 in TF32."""
+    return 2 * BOUNDS[dtype] if dtype != mx.float32 else (2.0**-10 if ON_GPU else 2e-6)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("rows", [9, 33])
+def test_more_rows_than_the_matvec_takes(dialect, dtype, rows, monkeypatch):
+    monkeypatch.setattr(matmul, "DECODED_BYTES", 192 * 4 * 32)  # several blocks
+    weight = packed(QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8"), 70, 192)
+    x = activation(rows, 192, dtype=dtype)
+    with running(dialect):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    expected = as_double(x) @ dense(weight).T
+    distance = mx.linalg.norm(y.astype(mx.float32) - mx.array(expected.astype("float32")))
+    assert y.dtype == dtype
+    assert float(distance) <= tolerance(dtype, 192) * float((expected**2).sum() ** 0.5)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_large_activations_do_not_overflow(dialect):
+    """bfloat16 reaches further than float16, and so must every step in between."""
+    weight = packed(QuantSpec(bits=3, group_size=64), 5, 64)
+    x = activation(20, 64, dtype=mx.bfloat16) * 1e6
+    with running(dialect):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    expected = as_double(x) @ dense(weight).T
+    error = abs(as_double(y) - expected).max()
+    assert error <= 2.0**-6 * abs(expected).max()
+
+
+def test_decoded_rows_are_bounded(monkeypatch):
+    """Never the whole of a large matrix, at whatever number of rows."""
+    monkeypatch.setattr(matmul, "DECODED_BYTES", 64 * 192 * 2)
+    weight = packed(QuantSpec(bits=3, group_size=64), 200, 192)
+    blocks = []
+    with running(dialects()[0]):
+        for block, start, stop in matmul.dense_blocks(weight, mx.float16, dialects()[0]):
+            assert block.nbytes <= matmul.DECODED_BYTES
+            blocks.append((start, stop))
+    assert blocks == [(0, 64), (64, 128), (128, 192), (192, 200)]
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_the_sketch_of_the_residual_counts(dialect):
+    spec = QuantSpec(bits=3, group_size=64, rotation_block=64, qjl=True)
+    weight, x = packed(spec, 10, 192), activation(12, 192)
+    with running(dialect):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    expected = as_double(x) @ dense(weight).T
+    error = ((as_double(y) - expected) ** 2).sum() ** 0.5
+    assert error <= tolerance(mx.float32, 192) * (expected**2).sum() ** 0.5

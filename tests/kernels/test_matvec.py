@@ -1,0 +1,181 @@
+"""Packed weights times a few activations, in a kernel: the same as by the decoded weight."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+from kernel_cases import (
+    activation,
+    all_pairs,
+    as_double,
+    assert_close,
+    dense,
+    dialects,
+    packed,
+    running,
+)
+from turboquant_mlx.kernels.matmul import packed_matmul
+from turboquant_mlx.kernels.matvec import gather_matvec, matvec
+from turboquant_mlx.kernels.selection import Launch
+from turboquant_mlx.kernels.unpack import why_no_kernel
+from turboquant_mlx.quant.spec import QuantSpec
+
+CODES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (2, 8), (3, 8), (4, 8)]
+WIDTH = 384
+AXES = {
+    "dialect": dialects(),
+    "code": CODES,
+    "group": [16, 32, 64, 128, 192, WIDTH],
+    "layout": ["float16", "log8"],
+    "tile": [0, 96],
+    "dtype": [mx.float16, mx.bfloat16, mx.float32],
+    "rows": [1, 2, 3, 4, 5, 8],
+    "outputs": [1, 7, 70],
+}
+
+
+def check(dialect, code, group, layout, tile, dtype, rows, outputs, width=WIDTH):
+    bits, window = code
+    spec = QuantSpec(
+        bits=bits, window_bits=window, group_size=group, scale_layout=layout, tile=tile
+    )
+    weight = packed(spec, outputs, width)
+    x = activation(rows, width, dtype=dtype)
+    with running(dialect):
+        y = matvec(x, weight, dialect)
+        mx.eval(y)
+    assert_close(y, as_double(x) @ dense(weight).T, dtype)
+
+
+@pytest.mark.parametrize(
+    "case", list(all_pairs(**AXES)), ids=lambda c: "-".join(map(str, c.values()))
+)
+def test_every_two_properties_of_a_weight_together(case):
+    check(**case)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_all_properties_of_a_weight_together(dialect, code):
+    names = ["group", "layout", "tile", "dtype", "rows", "outputs"]
+    for values in itertools.product(*(AXES[name] for name in names)):
+        check(dialect, code, **dict(zip(names, values, strict=True)))
+
+
+DEFAULT = {"code": (3, 8), "layout": "log8", "tile": 0}
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize(
+    "outputs, width, group",
+    [(576, 1536, 768), (1536, 576, 192), (64, 4096, 1024), (24, 14336, 1024), (9, 2880, 64)],
+)
+def test_shapes_of_real_models(dialect, outputs, width, group):
+    shape = {"outputs": outputs, "width": width, "group": group}
+    check(dialect, **DEFAULT, **shape, dtype=mx.float16, rows=1)
+    check(dialect, **DEFAULT, **shape, dtype=mx.bfloat16, rows=4)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("width, group", [(8, 8), (24, 8), (40, 40), (72, 24)])
+def test_rows_that_end_within_a_word(dialect, width, group):
+    check(dialect, (3, 3), group, "float16", 0, mx.float32, rows=2, outputs=5, width=width)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("width", [32, 96])
+def test_the_last_windows_of_a_row_reach_its_beginning(dialect, width):
+    check(dialect, (3, 8), width, "log8", 0, mx.float32, rows=1, outputs=3, width=width)
+    check(dialect, (2, 8), 16, "log8", 32, mx.float32, rows=1, outputs=3, width=width)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize(
+    "launch", [Launch(1, 8, 8), Launch(2, 4, 4), Launch(8, 1, 1), Launch(4, 2, 8), Launch(16, 1, 2)]
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_any_launch_gives_the_result(dialect, launch, rows):
+    spec = QuantSpec(bits=3, window_bits=8, group_size=512, scale_layout="log8")
+    weight, x = packed(spec, 37, 4096), activation(rows, 4096)
+    with running(dialect):
+        y = matvec(x, weight, dialect, launch=launch)
+        mx.eval(y)
+    assert_close(y, as_double(x) @ dense(weight).T, mx.float32)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_an_activation_may_begin_anywhere_in_memory(dialect):
+    weight = packed(QuantSpec(bits=4, group_size=32), 9, 64)
+    x = activation(1, 67, dtype=mx.float16).reshape(-1)
+    mx.eval(x)
+    with running(dialect):
+        y = matvec(x[3:], weight, dialect)
+        mx.eval(y)
+    assert_close(y, as_double(x[3:]) @ dense(weight).T, mx.float16)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_large_activations_do_not_overflow(dialect):
+    """bfloat16 reaches further than float16, and so must every step in between."""
+    weight = packed(QuantSpec(bits=3, window_bits=8, group_size=64), 5, 64)
+    x = activation(2, 64, dtype=mx.bfloat16) * 1e6
+    with running(dialect):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    assert_close(y, as_double(x) @ dense(weight).T, mx.bfloat16)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 64), (2, 3, 64)])
+def test_leading_axes_are_kept(dialect, shape):
+    weight = packed(QuantSpec(bits=2, group_size=32), 11, 64)
+    x = activation(*shape)
+    with running(dialect):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    assert_close(y, as_double(x) @ dense(weight).T, mx.float32)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_sketch_of_the_residual_counts(dialect, rows):
+    spec = QuantSpec(bits=3, group_size=64, rotation_block=64, qjl=True)
+    weight, x = packed(spec, 10, 192), activation(rows, 192)
+    with running(dialect):
+        whole, fast = packed_matmul(x, weight), packed_matmul(x, weight, use_qjl=False)
+        mx.eval(whole, fast)
+    assert_close(whole, as_double(x) @ dense(weight).T, mx.float32)
+    assert_close(fast, as_double(x) @ dense(weight, use_qjl=False).T, mx.float32)
+
+
+def test_an_activation_of_another_width_is_refused():
+    spec = QuantSpec(bits=3, group_size=64)
+    weight, stack = packed(spec, 10, 192), packed(spec, 2, 10, 192)
+    with pytest.raises(ValueError, match="width 192"):
+        matvec(activation(1, 128), weight, "metal")
+    with pytest.raises(ValueError, match="width 192"):
+        gather_matvec(activation(1, 128), stack, mx.array([0]), "metal")
+
+
+@pytest.mark.parametrize(
+    "spec, width, reason",
+    [
+        (QuantSpec(code="ternary", group_size=64), 128, "ternary"),
+        (QuantSpec(bits=3, window_bits=12, group_size=64), 128, "window of 12 bits"),
+        (QuantSpec(bits=3, group_size=4), 12, "width of 12"),
+        (QuantSpec(bits=3, window_bits=8, group_size=16), 48, "end within a word"),
+        (QuantSpec(bits=8, window_bits=8, tile=4, group_size=16), 64, "tiles of 4"),
+    ],
+)
+def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
+    weight, x = packed(spec, 6, width), activation(2, width)
+    assert reason in why_no_kernel(weight)
+    with running(dialects()[0]):
+        y = packed_matmul(x, weight)
+        mx.eval(y)
+    expected = as_double(x) @ dense(weight).T
+    assert mx.allclose(y, mx.array(expected.astype("float32")), rtol=1e-2, atol=1e-2)
