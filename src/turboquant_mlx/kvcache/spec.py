@@ -20,7 +20,7 @@ UNIFORM_BITS = (2, 3, 4, 5, 6, 8)
 UNIFORM_GROUPS = (32, 64, 128)
 GROUPS = (16, 32, 64, 128, 256)
 MEAN_TOKENS = 32
-"""Tokens whose mean key is taken off every key of a head; nothing is packed until they are there."""
+"""Tokens whose mean key is taken off every key of a head; before them nothing is packed."""
 
 DEFAULT_MIN_TOKENS = 1
 """The first token draws so much attention that keeping it exact is worth more than a third of a
@@ -325,8 +325,15 @@ def resolve(
     start, group, first = chosen("start"), chosen("group_size"), flags.min_tokens
     if first is None:
         first = DEFAULT_MIN_TOKENS if "turboquant" in schemes else 0
+    key_scheme, value_scheme = schemes
     return KVSpec(
-        key_bits, value_bits, *schemes, group_size=group or 0, min_tokens=first, start=start or 0
+        key_bits,
+        value_bits,
+        key_scheme,
+        value_scheme,
+        group_size=group or 0,
+        min_tokens=first,
+        start=start or 0,
     )
 
 

@@ -1,0 +1,354 @@
+"""Code the keys or values of one head vector by vector; nothing of one token touches another.
+
+A vector x [width] of a key or value becomes ``y = H (signs * (x - shift))``: ``shift`` is a fixed
+mean key (none for values), H an orthonormal block Hadamard matrix with an exact inverse. Each group
+of ``group`` entries of y is stored as ``scale * table[code]``: table is the minimum-mean-square
+quantizer of N(0, 1), codes are a dense stream of ``bits`` bits in uint32 words (``quant.packing``),
+scale is one byte, a float of 5 exponent and 3 mantissa bits (``decode_scale``).
+
+The scale is searched: of the seven neighbouring bytes around the group's RMS the one whose
+rounded vector is nearest, error measured after rounding. With 64 or 128 values behind a scale
+that is worth a quarter of the error at 4 bits.
+
+The same bits come out however many tokens are coded at once, and on NumPy as on MLX's CPU: the
+transform and all sums are additions in a fixed order (halves are added, ``_fold``). Coding works
+through pieces of ``PIECE`` values, so its workspace does not grow with the input.
+
+The scheme "uniform" is MLX's own affine quantization (``mx.quantize``), not rotated, for
+comparison and for those who ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels import dispatch
+from ..kernels.cpu_matrix import widen
+from ..quant.codebook import boundaries, lloyd_max
+from ..quant.packing import pack_codes, unpack_codes
+from ..quant.rotation import hadamard_columns, is_supported_block, random_signs, rotate, unrotate
+from .spec import KVSpec
+
+Array = Any  # np.ndarray or mx.array
+Parts = tuple[mx.array, ...]
+"""Stored arrays [B, H, T, n] of one side: (codes, scales), or (codes, scales, biases)."""
+
+PIECE = 2**14
+"""Values that are coded at a time; each takes about 100 bytes of workspace."""
+MLX_PIECE = 2**18
+"""The same where every operation is a launch of its own."""
+
+SEED = 42
+_TRIALS = np.arange(-3, 4)
+_CELLS = 4096
+_EXPONENT = (
+    127 - 16
+) << 3  # byte 0 stands for 0; byte u > 0 for the float of bits (u + this) << 20
+
+
+@cache
+def rotation_block(width: int) -> int:
+    """Length of the Hadamard blocks for a head: the longest supported one that divides ``width``.
+
+    Blocks of 20 * 2^k and 28 * 2^k, whose matrices are not symmetric, are used too (head sizes
+    80, 112, 160, 224): the inverse is the transpose.
+    """
+    return max(n for n in range(1, width + 1) if width % n == 0 and is_supported_block(n))
+
+
+@cache
+def signs(width: int, side: str) -> np.ndarray:
+    """float32 [width] of +1 and -1: the fixed signs of keys or values, the same in every layer."""
+    values = random_signs(width, SEED, f"kv {side}").astype(np.float32)
+    values.flags.writeable = False
+    return values
+
+
+@cache
+def _grid(bits: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Nearest code and its level for each of _CELLS cells from -span to span, and span.
+
+    A value is in cell ``(v + span) * cells / (2 span)``. A cell that holds a border counts to the
+    side of its middle: at most 1/2000 of a standard deviation from the true border.
+    """
+    levels = lloyd_max(bits)
+    borders = boundaries(levels)
+    span = float(max(1.25 * borders[-1], 0.5))
+    middles = (np.arange(_CELLS) + 0.5) * (2 * span / _CELLS) - span
+    codes = np.searchsorted(borders, middles).astype(np.uint8)
+    return codes, levels[codes], span
+
+
+def decode_scale(scales: Array) -> Array:
+    """float32 scales of their bytes; NumPy or MLX.
+
+    Byte 0 is 0; byte u is ``2**(u // 8 - 16) * (1 + (u % 8) / 8)``, from 1.7e-5 to 61440.
+    """
+    xp = np if isinstance(scales, np.ndarray) else mx
+    wide = scales.astype(xp.uint32)
+    bits = (wide + xp.array(_EXPONENT, dtype=xp.uint32)) << xp.array(20, dtype=xp.uint32)
+    return bits.view(xp.float32) * (wide > 0)
+
+
+def _fold(x: Array, axis: int) -> Array:
+    """Sum over an axis by adding its halves until one is left, whatever else the shape is."""
+    n = x.shape[axis]
+    head = (slice(None),) * axis
+    while n > 1:
+        half = n // 2
+        folded = x[(*head, slice(0, half))] + x[(*head, slice(half, 2 * half))]
+        if n % 2:  # an odd one joins the first
+            xp = np if isinstance(x, np.ndarray) else mx
+            first = folded[(*head, slice(0, 1))] + x[(*head, slice(n - 1, n))]
+            folded = xp.concatenate([first, folded[(*head, slice(1, half))]], axis=axis)
+        x, n = folded, half
+    return x
+
+
+def _search(y: Array, bits: int) -> tuple[Array, Array]:
+    """Codes and scale bytes of rotated groups.
+
+    Args:
+        y: float32 [groups, group, vectors], NumPy or MLX.
+
+    Returns:
+        (uint8 codes of y's shape, uint8 scales [groups, vectors]).
+    """
+    on_numpy = isinstance(y, np.ndarray)
+    xp: Any = np if on_numpy else mx
+    codes, levels, span = _grid(bits)
+    group = y.shape[1]
+    mean_square = _fold(y * y, 1)[:, 0] * xp.array(1.0 / group, dtype=xp.float32)
+    rms = xp.sqrt(mean_square)
+    nearest = (rms.view(xp.uint32) + xp.array(1 << 19, dtype=xp.uint32)) >> xp.array(
+        20, dtype=xp.uint32
+    )
+    byte = nearest.astype(xp.int32) - _EXPONENT
+    trials = xp.array(_TRIALS.astype(np.int32))[:, None, None] + byte
+    trials = xp.clip(trials, 1, 255)  # [trials, groups, vectors]
+    scale = decode_scale(trials)
+    inverse = xp.array(1.0, dtype=xp.float32) / scale
+    scaled = y[None] * inverse[:, :, None]
+    cell = _cell(xp, scaled, span)
+    away = scaled - (levels.take(cell) if on_numpy else mx.take(mx.array(levels), cell))
+    error = _fold(away * away, 2)[:, :, 0] * (scale * scale)
+    best = error.argmin(axis=0) if on_numpy else mx.argmin(error, axis=0)
+    chosen = xp.take_along_axis(trials, best[None].astype(xp.int32), axis=0)[0]
+    exact_zero = rms == 0
+    cell = xp.take_along_axis(cell, best[None, :, None].astype(xp.int32), axis=0)[0]
+    index = codes.take(cell) if on_numpy else mx.take(mx.array(codes), cell)
+    return index, (chosen * ~exact_zero).astype(xp.uint8)
+
+
+def _cell(xp: Any, scaled: Array, span: float) -> Array:
+    """int32 number of the cell of each value; what lies outside belongs to the outermost cells."""
+    position = (scaled + xp.array(span, dtype=xp.float32)) * xp.array(
+        _CELLS / (2 * span), dtype=xp.float32
+    )
+    return xp.clip(position, 0, _CELLS - 1).astype(xp.int32)
+
+
+@dataclass(frozen=True)
+class SideCodec:
+    """The codec of one side (keys or values) of a cache.
+
+    Attributes:
+        side: "key" or "value".
+        scheme: "turboquant" or "uniform".
+        bits: 1 to 8.
+        width: values of a head.
+        group: values that share a scale; divides ``width``.
+    """
+
+    side: str
+    scheme: str
+    bits: int
+    width: int
+    group: int
+
+    @classmethod
+    def of(cls, spec: KVSpec, side: str, width: int) -> SideCodec:
+        """The codec that ``spec`` asks for, for heads of ``width`` values.
+
+        Raises:
+            OptionError: the group size does not divide the head.
+        """
+        scheme = spec.key_scheme if side == "key" else spec.value_scheme
+        bits = spec.key_bits if side == "key" else spec.value_bits
+        return cls(side, scheme, bits, width, spec.group_of(scheme, width))
+
+    @property
+    def rotated(self) -> bool:
+        """Whether vectors are stored rotated."""
+        return self.scheme == "turboquant"
+
+    @property
+    def words(self) -> int:
+        """uint32 words of a vector's codes."""
+        return -(-self.width * self.bits // 32)
+
+    def empty(self, batch: int, heads: int, tokens: int, dtype: mx.Dtype) -> Parts:
+        """Zeroed storage for so many tokens; ``dtype`` is that of the uniform scheme's scales."""
+        groups = self.width // self.group
+        lead = (batch, heads, tokens)
+        codes = mx.zeros((*lead, self.words), dtype=mx.uint32)
+        if self.rotated:
+            return codes, mx.zeros((*lead, groups), dtype=mx.uint8)
+        return codes, *(mx.zeros((*lead, groups), dtype=dtype) for _ in range(2))
+
+    # -- coding -------------------------------------------------------------------------------
+
+    def encode(self, x: mx.array, shift: mx.array | None = None) -> Parts:
+        """Code vectors.
+
+        Args:
+            x: [B, H, T, width], floating.
+            shift: [B, H, 1, width] taken off first, or None.
+
+        Returns:
+            (codes uint32 [B, H, T, words], scales uint8 [B, H, T, width / group]); the uniform
+            scheme has scales and biases in x's dtype instead.
+        """
+        if not self.rotated:
+            return tuple(mx.quantize(x, group_size=self.group, bits=self.bits))
+        on_cpu = dispatch.backend() == "cpu"
+        sources = [x] if shift is None else [x, shift]
+        # NumPy has no bfloat16; widening to float32 comes piece by piece
+        readable = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in sources]
+        if on_cpu and not dispatch.is_traced(*readable):
+            plain = [np.array(a, copy=False) for a in readable]
+            codes, scales = self._encode_numpy(plain[0], plain[1] if shift is not None else None)
+            return mx.array(codes), mx.array(scales)
+        return self._encode_mlx(x, shift)
+
+    def _encode_numpy(self, x: np.ndarray, shift: np.ndarray | None) -> tuple[Array, Array]:
+        batch, heads, tokens, width = x.shape
+        codes = np.empty((batch, heads, tokens, self.words), np.uint32)
+        scales = np.empty((batch, heads, tokens, width // self.group), np.uint8)
+        step = max(1, PIECE // (heads * width))
+        for row in range(batch):
+            for start in range(0, tokens, step):
+                piece = widen(x[row, :, start : start + step])
+                if shift is not None:
+                    piece = piece - widen(shift[row])
+                vectors = (piece * signs(width, self.side)).reshape(-1, width)
+                y = hadamard_columns(np.ascontiguousarray(vectors.T), rotation_block(width))
+                with np.errstate(invalid="ignore", over="ignore"):
+                    index, scale = _search(y.reshape(-1, self.group, len(vectors)), self.bits)
+                index = np.ascontiguousarray(index.reshape(width, -1).T)
+                lead = piece.shape[:2]
+                end = start + lead[1]
+                codes[row, :, start:end] = pack_codes(index, self.bits).reshape(*lead, -1)
+                scales[row, :, start:end] = scale.T.reshape(*lead, -1)
+        return codes, scales
+
+    def _encode_mlx(self, x: mx.array, shift: mx.array | None) -> Parts:
+        batch, heads, tokens, width = x.shape
+        step = max(1, MLX_PIECE // (batch * heads * width))
+        pieces: list[Parts] = []
+        for start in range(0, tokens, step):
+            piece = x[:, :, start : start + step].astype(mx.float32)
+            if shift is not None:
+                piece = piece - shift.astype(mx.float32)
+            lead = piece.shape[:-1]
+            y = rotate(piece, rotation_block(width), signs(width, self.side))
+            y = y.reshape(-1, width // self.group, self.group).transpose(1, 2, 0)
+            index, scale = _search(y, self.bits)
+            index = index.transpose(2, 0, 1).reshape(*lead, width)
+            pieces.append((pack_codes(index, self.bits), scale.T.reshape(*lead, -1)))
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(mx.concatenate(list(part), axis=2) for part in zip(*pieces, strict=True))
+
+    # -- decoding -----------------------------------------------------------------------------
+
+    def decode_stored(self, parts: Parts) -> mx.array:
+        """float32 [..., width] as it is stored: rotated where the codec rotates. Lazy."""
+        if not self.rotated:
+            codes, scales, biases = parts
+            x = mx.dequantize(codes, scales, biases, group_size=self.group, bits=self.bits)
+            return x.astype(mx.float32)
+        codes, scales = parts
+        index = unpack_codes(codes, self.bits, self.width)
+        values = mx.take(mx.array(lloyd_max(self.bits)), index)
+        groups = values.reshape(*scales.shape, self.group) * decode_scale(scales)[..., None]
+        return groups.reshape(values.shape)
+
+    def decode_stored_numpy(self, parts: tuple[np.ndarray, ...]) -> np.ndarray:
+        """The same from NumPy arrays; the uniform scheme's are decoded by the caller."""
+        codes, scales = parts
+        values = _look_up(codes, self.bits, self.width)
+        groups = values.reshape(*scales.shape, self.group)
+        groups *= decode_scale(scales)[..., None]
+        return values
+
+    def decode(self, parts: Parts, shift: mx.array | None, dtype: mx.Dtype) -> mx.array:
+        """[..., width] in ``dtype``: rotated back, ``shift`` [B, H, 1, width] added. Lazy."""
+        x = self.unrotate(self.decode_stored(parts))
+        if shift is not None:
+            x = x + shift.astype(mx.float32)
+        return x.astype(dtype)
+
+    def rotate(self, x: Array) -> Array:
+        """x [..., width] (float32) into the stored domain, so that products with stored vectors
+        are those of the vectors themselves. NumPy or MLX."""
+        if not self.rotated:
+            return x
+        if isinstance(x, np.ndarray):
+            return x @ rotation_matrix(self.width, self.side).T
+        return rotate(x, rotation_block(self.width), signs(self.width, self.side))
+
+    def unrotate(self, y: Array) -> Array:
+        """The exact inverse of ``rotate``."""
+        if not self.rotated:
+            return y
+        if isinstance(y, np.ndarray):
+            return y @ rotation_matrix(self.width, self.side)
+        return unrotate(y, rotation_block(self.width), signs(self.width, self.side))
+
+
+@cache
+def rotation_matrix(width: int, side: str) -> np.ndarray:
+    """float32 [width, width]: R with ``y = R x``; its transpose is its inverse."""
+    columns = np.diag(signs(width, side))
+    matrix = hadamard_columns(np.ascontiguousarray(columns), rotation_block(width))
+    matrix.flags.writeable = False
+    return matrix
+
+
+_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 2, 6: 2, 8: 1}
+"""bits -> codes that one look-up decodes; 3 and 6 bits are read 12 bits at a time."""
+
+
+@cache
+def _entries(bits: int) -> np.ndarray:
+    n = _TOGETHER[bits]
+    stream = np.arange(1 << bits * n)[:, None]
+    index = stream >> bits * np.arange(n) & ((1 << bits) - 1)
+    entries = np.ascontiguousarray(lloyd_max(bits)[index])
+    kinds = {1: np.float32, 2: np.complex64, 4: np.complex128}
+    # moved as one number of that size, which NumPy does fastest
+    kind = kinds.get(n, np.dtype((np.void, 4 * n)))
+    return entries.view(kind).reshape(-1)
+
+
+def _look_up(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
+    """float32 [..., width] levels of packed codes."""
+    lead = codes.shape[:-1]
+    if bits not in _TOGETHER:
+        return lloyd_max(bits).take(unpack_codes(codes, bits, width))
+    index = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, 4 * codes.shape[-1])
+    if bits in (3, 6):
+        if index.shape[1] % 3:
+            index = np.pad(index, ((0, 0), (0, -index.shape[1] % 3)))
+        low, middle, high = (index[:, i::3].astype(np.uint16) for i in range(3))
+        index = np.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], axis=-1)
+        index = index.reshape(len(index), -1)
+    values = _entries(bits).take(index[:, : -(-width // _TOGETHER[bits])]).view(np.float32)
+    values = values.reshape(len(index), -1)[:, :width]
+    return np.ascontiguousarray(values).reshape(*lead, width)

@@ -1,0 +1,440 @@
+"""Packed keys and values of several sequences, appended to, cut, rolled and joined.
+
+Tokens stand in columns shared by all rows; row r's own token t is in column ``padding[r] + t``, so
+rows of different lengths are padded on the left. A row's first tokens are held apart in 16 bits,
+in the row's own positions (``raw``): all of them until the row has ``spec.warm_tokens``, then only
+the first ``spec.min_tokens``. At that moment, and never again, the mean of the 32 keys behind the
+first ones becomes the row's ``shift`` and everything that may be packed is packed. A row's stored
+bits therefore depend on its own tokens only, not on how many came at once or on its neighbours.
+
+Lengths are known to Python (nothing waits for the device to learn them). Capacity grows by a
+sixteenth at a time, so a token is copied sixteen times in the long run, not at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import OptionError
+from .codec import Parts, SideCodec, _fold
+from .spec import MEAN_TOKENS, KVSpec
+
+STEP = 16
+"""Columns by which capacity grows at least."""
+
+
+def grown(columns: int) -> int:
+    """Capacity that is made for so many columns."""
+    return columns + max(STEP, columns // 16) if columns else 0
+
+
+@dataclass
+class PackedStore:
+    """Storage of one attention layer.
+
+    Attributes:
+        spec: how it is packed.
+        padding: columns before each row's first token.
+        columns: columns in use.
+        frozen: whether a row has its shift and is packed.
+        shift: [B, Hkv, 1, D] in the model's dtype, zero for rows that are not frozen; None until
+            there is something to store or where keys are not rotated.
+        keys, values: arrays [B, Hkv, capacity, n] of the codecs.
+        raw_keys, raw_values: [B, Hkv, n, D], rows' first tokens in the model's dtype.
+        limits: while a right-padded prompt is read, each row's own length at its end.
+    """
+
+    spec: KVSpec
+    padding: list[int]
+    columns: int = 0
+    frozen: list[bool] = field(default_factory=list)
+    shift: mx.array | None = None
+    keys: Parts = ()
+    values: Parts = ()
+    raw_keys: mx.array | None = None
+    raw_values: mx.array | None = None
+    widths: tuple[int, int] = (0, 0)
+    dtype_name: str = ""
+    limits: list[int] | None = None
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.frozen:
+            self.frozen = [False] * len(self.padding)
+
+    # -- facts --------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return len(self.padding)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.raw_keys is None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the keys and values that came in, and of those that go out."""
+        return getattr(mx, self.dtype_name)
+
+    @property
+    def key_codec(self) -> SideCodec:
+        return SideCodec.of(self.spec, "key", self.widths[0])
+
+    @property
+    def value_codec(self) -> SideCodec:
+        return SideCodec.of(self.spec, "value", self.widths[1])
+
+    def lengths(self, columns: int | None = None) -> list[int]:
+        """Tokens of each row within the first ``columns`` columns (default: those in use)."""
+        n = self.columns if columns is None else columns
+        own = [max(0, n - p) for p in self.padding]
+        if self.limits is not None:
+            own = [min(a, b) for a, b in zip(own, self.limits, strict=True)]
+        return own
+
+    def raw_lengths(self) -> list[int]:
+        """So many first tokens of each row are held in 16 bits."""
+        return [
+            min(n, self.spec.min_tokens) if frozen else n
+            for n, frozen in zip(self.lengths(), self.frozen, strict=True)
+        ]
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that takes memory."""
+        held = [*self.keys, *self.values, self.shift, self.raw_keys, self.raw_values]
+        return [a for a in held if a is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held, spare capacity included."""
+        return sum(a.nbytes for a in self.arrays())
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of columns and raw positions that hold no token yet."""
+        spare = 0
+        for part in (*self.keys, *self.values):
+            spare += part.nbytes * (part.shape[2] - self.columns) // max(part.shape[2], 1)
+        used = max(self.raw_lengths(), default=0)
+        for raw in (self.raw_keys, self.raw_values):
+            if raw is not None and raw.shape[2]:
+                spare += raw.nbytes * (raw.shape[2] - min(used, raw.shape[2])) // raw.shape[2]
+        return spare
+
+    def plain_nbytes(self) -> int:
+        """Bytes that 16-bit keys and values of the columns in use take (32-bit ones if those
+        came in)."""
+        if self.raw_keys is None:
+            return 0
+        heads = self.raw_keys.shape[1]
+        return self.batch * heads * self.columns * sum(self.widths) * self.dtype.size
+
+    # -- appending ----------------------------------------------------------------------------
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Take in the next columns.
+
+        Args:
+            keys: [B, Hkv, n, D]. values: [B, Hkv, n, Dv].
+        """
+        if self.is_empty:
+            self._begin(keys, values)
+        n, before_columns = keys.shape[2], self.columns
+        before = self.lengths()
+        self.columns += n
+        self.version += 1
+        after = self.lengths()
+        self._reserve(self.columns)
+        self._hold(keys, values, before_columns, before, after)
+        warm = self.spec.warm_tokens
+        newly = [r for r in range(self.batch) if not self.frozen[r] and after[r] >= warm]
+        for r in newly:
+            self._freeze(r)
+        if any(self.frozen):
+            self._write(before_columns, keys, values)
+        for r in newly:
+            self._pack_held(r, min(before[r], after[r]))
+        if all(self.frozen):
+            self._shrink_raw(self.spec.min_tokens)
+
+    def _begin(self, keys: mx.array, values: mx.array) -> None:
+        if keys.shape[0] != self.batch:
+            raise ValueError(f"{keys.shape[0]} rows do not fit a cache of {self.batch}")
+        self.widths = (keys.shape[-1], values.shape[-1])
+        self.dtype_name = str(keys.dtype).rpartition(".")[2]
+        batch, heads = keys.shape[:2]
+        self.keys = self.key_codec.empty(batch, heads, 0, self.dtype)
+        self.values = self.value_codec.empty(batch, heads, 0, self.dtype)
+        if self.key_codec.rotated:
+            self.shift = mx.zeros((batch, heads, 1, keys.shape[-1]), dtype=self.dtype)
+        self.raw_keys = mx.zeros((batch, heads, 0, keys.shape[-1]), dtype=self.dtype)
+        self.raw_values = mx.zeros((batch, heads, 0, values.shape[-1]), dtype=self.dtype)
+
+    def _reserve(self, columns: int) -> None:
+        """Room in the packed arrays; rows that are all in 16 bits need none yet."""
+        capacity = self.keys[0].shape[2]
+        if columns <= capacity or not (
+            any(self.frozen) or max(self.lengths()) >= self.spec.warm_tokens
+        ):
+            return
+        self.keys = _padded(self.keys, grown(columns))
+        self.values = _padded(self.values, grown(columns))
+
+    def _hold(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        first_column: int,
+        before: list[int],
+        after: list[int],
+    ) -> None:
+        """Keep in 16 bits what belongs there, and what is not packed yet."""
+        assert self.raw_keys is not None and self.raw_values is not None
+        ends = [
+            min(n, self.spec.min_tokens) if frozen else n
+            for n, frozen in zip(after, self.frozen, strict=True)
+        ]
+        if all(end <= start for end, start in zip(ends, before, strict=True)):
+            return
+        need = max(ends)
+        if need > self.raw_keys.shape[2]:
+            size = max(min(grown(need), max(self.spec.warm_tokens, need)), need)
+            self.raw_keys, self.raw_values = _padded((self.raw_keys, self.raw_values), size)
+        for r, (start, end) in enumerate(zip(before, ends, strict=True)):
+            if end > start:
+                column = self.padding[r] + start - first_column
+                part = slice(column, column + end - start)
+                self.raw_keys[r, :, start:end] = keys[r, :, part]
+                self.raw_values[r, :, start:end] = values[r, :, part]
+
+    def _freeze(self, r: int) -> None:
+        """Give row r its mean key."""
+        assert self.raw_keys is not None
+        if self.shift is not None:
+            first = self.spec.min_tokens
+            some = self.raw_keys[r, :, first : first + MEAN_TOKENS].astype(mx.float32)
+            mean = _fold(some, 1) * (1.0 / MEAN_TOKENS)
+            self.shift[r] = mean.astype(self.dtype)
+        self.frozen[r] = True
+
+    def _write(
+        self, column: int, keys: mx.array, values: mx.array, rows: slice = slice(None)
+    ) -> None:
+        shift = None if self.shift is None else self.shift[rows]
+        end = column + keys.shape[2]
+        for codec, parts, x, s in (
+            (self.key_codec, self.keys, keys, shift),
+            (self.value_codec, self.values, values, None),
+        ):
+            for held, new in zip(parts, codec.encode(x, s), strict=True):
+                held[rows, :, column:end] = new
+
+    def _pack_held(self, r: int, until: int) -> None:
+        """Pack row r's tokens that were held in 16 bits and came before the latest columns."""
+        assert self.raw_keys is not None and self.raw_values is not None
+        start = self.spec.min_tokens
+        if until > start:
+            part = (slice(r, r + 1), slice(None), slice(start, until))
+            column = self.padding[r] + start
+            self._write(column, self.raw_keys[part], self.raw_values[part], slice(r, r + 1))
+
+    def _shrink_raw(self, size: int) -> None:
+        if self.raw_keys is not None and self.raw_values is not None:
+            if self.raw_keys.shape[2] > size:
+                self.raw_keys = mx.contiguous(self.raw_keys[:, :, :size])
+                self.raw_values = mx.contiguous(self.raw_values[:, :, :size])
+
+    # -- what attention sees ------------------------------------------------------------------
+
+    def decoded(self, columns: int) -> tuple[mx.array, mx.array]:
+        """Keys and values [B, Hkv, columns, D] of the first columns in the model's dtype, lazy.
+
+        Columns before a row's first token hold anything finite.
+        """
+        assert self.raw_keys is not None and self.raw_values is not None
+        raw_lengths = [min(n, columns) for n in self.raw_lengths()]
+        out = []
+        for codec, parts, shift, raw in (
+            (self.key_codec, self.keys, self.shift, self.raw_keys),
+            (self.value_codec, self.values, None, self.raw_values),
+        ):
+            out.append(self._decoded_side(codec, parts, shift, raw, raw_lengths, columns))
+        return out[0], out[1]
+
+    def _decoded_side(
+        self,
+        codec: SideCodec,
+        parts: Parts,
+        shift: mx.array | None,
+        raw: mx.array,
+        raw_lengths: list[int],
+        columns: int,
+    ) -> mx.array:
+        # one sequence: its raw tokens come first
+        first = raw_lengths[0] if self.batch == 1 and self.padding[0] == 0 else 0
+        pieces = [raw[:, :, :first]] if first else []
+        if any(self.frozen):
+            step = max(STEP, DECODE_PIECE // (raw.shape[0] * raw.shape[1] * codec.width))
+            for start in range(first, columns, step):
+                stop = min(start + step, columns)
+                part = tuple(p[:, :, start:stop] for p in parts)
+                pieces.append(codec.decode(part, shift, self.dtype))
+        elif columns > first:
+            pieces.append(mx.zeros((*raw.shape[:2], columns - first, codec.width), self.dtype))
+        if not pieces:
+            return raw[:, :, :0]
+        whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+        if not first:
+            for r, n in enumerate(raw_lengths):
+                n = min(n, columns - self.padding[r])
+                if n > 0:
+                    column = self.padding[r]
+                    whole[r, :, column : column + n] = raw[r, :, :n]
+        return whole
+
+    # -- rearranging --------------------------------------------------------------------------
+
+    def trim(self, n: int) -> int:
+        """Forget the last n columns; returns how many were there to forget.
+
+        A row that was frozen stays so: cut to less than the tokens of its mean key and continued
+        in another way, it keeps a shift that is as valid but not the one it would get anew.
+        """
+        n = min(n, self.columns)
+        self.columns -= n
+        self.version += 1
+        return n
+
+    def roll(self, right_padding: Sequence[int]) -> None:
+        """Move each row right by its padding, from behind its tokens to before them."""
+        shifts = mx.array(list(right_padding))[:, None]
+        self.keys = tuple(_rolled(p, shifts) for p in self.keys)
+        self.values = tuple(_rolled(p, shifts) for p in self.values)
+        self.padding = [p + r for p, r in zip(self.padding, right_padding, strict=True)]
+        self.limits = None
+        self.version += 1
+
+    def rows(self, keep: Sequence[int]) -> PackedStore:
+        """A store of some rows, without columns that none of them uses."""
+        picked = mx.array(list(keep), dtype=mx.int32)
+
+        def take(a: mx.array | None) -> mx.array | None:
+            return None if a is None else a[picked]
+
+        out = replace(
+            self,
+            padding=[self.padding[i] for i in keep],
+            frozen=[self.frozen[i] for i in keep],
+            shift=take(self.shift),
+            keys=tuple(p[picked] for p in self.keys),
+            values=tuple(p[picked] for p in self.values),
+            raw_keys=take(self.raw_keys),
+            raw_values=take(self.raw_values),
+            limits=None if self.limits is None else [self.limits[i] for i in keep],
+        )
+        out.version = self.version + 1
+        out._compact()
+        return out
+
+    def _compact(self) -> None:
+        least = min(self.padding, default=0)
+        cut = min(least, self.columns)
+        if cut > 0:
+            self.keys = tuple(p[:, :, cut:] for p in self.keys)
+            self.values = tuple(p[:, :, cut:] for p in self.values)
+            self.columns -= cut
+            self.padding = [p - cut for p in self.padding]
+        if self.frozen and not any(self.frozen):
+            self.keys = tuple(p[:, :, :0] for p in self.keys)
+            self.values = tuple(p[:, :, :0] for p in self.values)
+        self._shrink_raw(max(self.raw_lengths(), default=0))
+
+    def tight(self) -> PackedStore:
+        """The same without spare columns, in memory of its own."""
+        end = self.columns if any(self.frozen) else 0
+        return replace(
+            self,
+            keys=tuple(mx.contiguous(p[:, :, :end]) for p in self.keys),
+            values=tuple(mx.contiguous(p[:, :, :end]) for p in self.values),
+            padding=list(self.padding),
+            frozen=list(self.frozen),
+        )
+
+    @classmethod
+    def stack(cls, stores: Sequence[PackedStore]) -> PackedStore:
+        """All rows in one store, right-justified.
+
+        Raises:
+            OptionError: they are packed in different ways.
+        """
+        spec = stores[0].spec
+        if any(s.spec != spec for s in stores):
+            raise OptionError("caches that are packed in different ways cannot be joined")
+        columns = max(s.columns for s in stores)
+        padding = [p + columns - s.columns for s in stores for p in s.padding]
+        frozen = [f for s in stores for f in s.frozen]
+        models = [s for s in stores if not s.is_empty]
+        out = cls(spec, padding, columns, frozen)
+        if not models:
+            return out
+        model = models[0]
+        if any(s.widths != model.widths or s.dtype_name != model.dtype_name for s in models):
+            raise OptionError("caches of different models cannot be joined")
+        assert model.raw_keys is not None and model.raw_values is not None
+        out.widths, out.dtype_name = model.widths, model.dtype_name
+        heads = model.raw_keys.shape[1]
+        packed = columns if any(frozen) else 0
+        capacity = grown(packed)
+        raw = max(max(s.raw_lengths(), default=0) for s in stores)
+
+        def joined(pick: Any, empty: mx.array, left: bool, size: int) -> mx.array:
+            pieces = []
+            for s in stores:
+                a = pick(s) if not s.is_empty else None
+                if a is None:
+                    pieces.append(mx.zeros((s.batch, heads, size, empty.shape[3]), empty.dtype))
+                    continue
+                used = min(s.columns if left else size, a.shape[2])
+                before = packed - s.columns if left and used else 0
+                widths = [(0, 0), (0, 0), (before, size - before - used), (0, 0)]
+                pieces.append(mx.pad(a[:, :, :used], widths))
+            return mx.concatenate(pieces, axis=0)
+
+        out.keys = tuple(
+            joined(lambda s, i=i: s.keys[i], model.keys[i], True, capacity)
+            for i in range(len(model.keys))
+        )
+        out.values = tuple(
+            joined(lambda s, i=i: s.values[i], model.values[i], True, capacity)
+            for i in range(len(model.values))
+        )
+        if model.shift is not None:
+            out.shift = joined(lambda s: s.shift, model.shift, False, 1)
+        out.raw_keys = joined(lambda s: s.raw_keys, model.raw_keys, False, raw)
+        out.raw_values = joined(lambda s: s.raw_values, model.raw_values, False, raw)
+        return out
+
+
+DECODE_PIECE = 2**20
+"""Values that are decoded at a time; what lies between codes and 16 bits takes 20 bytes each."""
+
+
+def _padded(parts: Iterable[mx.array], size: int) -> Parts:
+    return tuple(
+        mx.concatenate(
+            [p, mx.zeros((*p.shape[:2], size - p.shape[2], p.shape[3]), p.dtype)], axis=2
+        )
+        for p in parts
+    )
+
+
+def _rolled(x: mx.array, shifts: mx.array) -> mx.array:
+    if not x.shape[2]:
+        return x
+    index = (mx.arange(x.shape[2])[None] - shifts) % x.shape[2]
+    return mx.take_along_axis(x, index[:, None, :, None], axis=2)
