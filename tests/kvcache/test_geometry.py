@@ -1,0 +1,491 @@
+"""What a model's caches cost is predicted from its config.json, and compared with the real caches.
+
+``tiny_configs.json`` holds a small config of every model type that mlx-lm can build and run here.
+Each is instantiated in bfloat16 and fed; then the bytes of its caches are the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+
+from turboquant_mlx.kvcache.architecture_defaults import DEFAULTS
+from turboquant_mlx.kvcache.architectures import ALIASES, RULES
+from turboquant_mlx.kvcache.geometry import Attention, State, describe, text_config, why_unknown
+from turboquant_mlx.kvcache.spec import KVSpec
+
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "tiny_configs.json").read_text()
+)
+CONTEXTS = (40, 300)  # below and above all windows of the tiny configs, and a step of 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def experts_in_bfloat16() -> Iterator[None]:
+    """MLX's CPU build multiplies gathered experts in float32 only; caches do not depend on it."""
+    original = mx.gather_mm
+
+    def gather_mm(a: mx.array, b: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        wide = original(a.astype(mx.float32), b.astype(mx.float32), *args, **kwargs)
+        return wide.astype(a.dtype)
+
+    mx.gather_mm = gather_mm
+    yield
+    mx.gather_mm = original
+
+
+def real_bytes(config: dict[str, Any]) -> list[int]:
+    """Bytes of the caches after a prompt and one generated token, per context length."""
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    sizes = []
+    for context in CONTEXTS:
+        caches = make_prompt_cache(model)
+        prompt = mx.arange(context - 1)[None] % 200
+        mx.eval(model(prompt, cache=caches), [cache.state for cache in caches])
+        mx.eval(model(mx.array([[5]]), cache=caches))
+        sizes.append(sum(cache.nbytes for cache in caches))
+    return sizes
+
+
+class TestAgainstTheRealCaches:
+    @pytest.mark.parametrize("model_type", CONFIGS)
+    def test_predicted_bytes_are_those_of_the_caches(self, model_type):
+        config = CONFIGS[model_type]
+        geometry = describe(config)
+        assert geometry is not None, why_unknown(config)
+        predicted = [geometry.nbytes(context) for context in CONTEXTS]
+        assert predicted == real_bytes(config)
+
+    def test_covers_nearly_all_that_mlx_lm_has(self):
+        assert len(CONFIGS) >= 110
+
+    @pytest.mark.parametrize("model_type", DEFAULTS)
+    def test_what_stands_in_for_absent_values_is_what_the_class_has(self, model_type):
+        if model_type == "gemma3":
+            return  # set by code of the wrapper, see below
+        for key, value in DEFAULTS[model_type].items():
+            assert class_defaults(model_type)[key] == value, key
+
+    def test_the_wrapper_of_gemma_3_has_defaults_of_its_own(self):
+        text = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "rope_scaling": None}
+        config = {"model_type": "gemma3", "text_config": text}
+        model_class, args_class = _get_classes(config)
+        args = args_class.from_dict(json.loads(json.dumps(config)))
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            assert args.text_config[key] == DEFAULTS["gemma3"][key]
+
+
+def class_defaults(model_type: str) -> dict[str, Any]:
+    """Defaults of the record that mlx-lm's module for the type reads the language model from."""
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    names = ("TextArgs", "TextModelArgs", "TextConfig", "ModelArgs")
+    records = [getattr(module, name) for name in names if hasattr(module, name)]
+    if model_type in ("kimi_k25", "qwen3_5_moe"):
+        other = {"kimi_k25": ("deepseek_v3", "ModelArgs"), "qwen3_5_moe": ("qwen3_5", names[1])}
+        inner, name = other[model_type]
+        records = [getattr(importlib.import_module(f"mlx_lm.models.{inner}"), name)]
+    return {field.name: field.default for field in dataclasses.fields(records[0])}
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
+
+class TestArithmetic:
+    def test_a_full_cache_grows_in_steps_of_256_tokens(self):
+        geometry = describe(LLAMA)
+        per_token = 16 * 8 * (64 + 64) * 2
+        assert geometry.nbytes(1) == 256 * per_token
+        assert geometry.nbytes(256) == 256 * per_token
+        assert geometry.nbytes(257) == 512 * per_token
+        assert geometry.bytes_per_token() == per_token
+
+    def test_float32_activations_cost_twice_as_much(self):
+        geometry = describe(LLAMA)
+        assert geometry.nbytes(1000, element_bytes=4) == 2 * geometry.nbytes(1000)
+
+    def test_no_tokens_cost_nothing(self):
+        assert describe(LLAMA).nbytes(0) == 0
+
+    def test_bytes_are_told_apart_by_kind(self):
+        kinds = describe(CONFIGS["qwen3_next"]).bytes_by_kind(300)
+        assert set(kinds) == {"state", "full"}
+        assert sum(kinds.values()) == describe(CONFIGS["qwen3_next"]).nbytes(300)
+
+
+class TestTurboQuant:
+    def test_each_vector_is_codes_and_a_scale(self):
+        # 64 values at 8 bits are 16 words and a byte of scale, at 3 bits 6 words and a byte
+        spec = KVSpec(8, 3, min_tokens=0)
+        packed = describe(LLAMA).nbytes(1024, spec)
+        assert packed == 16 * 8 * 1024 * ((64 + 1) + (24 + 1))
+
+    def test_first_tokens_are_kept_in_16_bits(self):
+        spec = KVSpec(4, 4, min_tokens=128)
+        kept = 16 * 8 * 128 * 2 * 64 * 2
+        packed = 16 * 8 * 1024 * 2 * (32 + 1)  # 896 tokens round up to four steps
+        assert describe(LLAMA).nbytes(1024, spec) == kept + packed
+
+    def test_a_short_sequence_is_not_packed_yet(self):
+        spec = KVSpec(4, 4)
+        assert describe(LLAMA).nbytes(spec.warm_tokens, spec) == describe(LLAMA).nbytes(
+            spec.warm_tokens
+        )
+
+    def test_protected_layers_stay_in_16_bits(self):
+        geometry = describe(LLAMA)
+        spec = KVSpec(4, 4, protect_first=1, protect_last=2)
+        assert geometry.packed(spec) == 13
+        free = KVSpec(4, 4)
+        plain, packed = geometry.nbytes(2048), geometry.nbytes(2048, free)
+        assert geometry.nbytes(2048, spec) == (3 * plain + 13 * packed) // 16
+
+    @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "deepseek_v3", "mamba2"])
+    def test_windows_states_and_latents_are_left_alone(self, model_type):
+        geometry, spec = describe(CONFIGS[model_type]), KVSpec(3, 4)
+        before, after = geometry.bytes_by_kind(2048), geometry.bytes_by_kind(2048, spec)
+        assert {k: v for k, v in before.items() if k != "full"} == {
+            k: v for k, v in after.items() if k != "full"
+        }
+        assert geometry.packed(spec) == geometry.count("full")
+
+
+class TestUnknown:
+    def test_an_unknown_type_is_unknown_and_not_free(self):
+        config = LLAMA | {"model_type": "something_new"}
+        assert describe(config) is None
+        assert why_unknown(config) == "no rule for the caches of model type 'something_new'"
+
+    def test_a_value_that_the_rule_needs_is_named(self):
+        config = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}
+        assert why_unknown(config) == "config.json has no num_hidden_layers"
+
+    @pytest.mark.parametrize("value", ["32", -1, 2**70, 1.5, [4], True])
+    def test_a_value_that_is_no_size_is_named(self, value):
+        config = LLAMA | {"num_key_value_heads": value}
+        assert why_unknown(config) == f"config.json: num_key_value_heads {value!r} is not a size"
+
+    def test_what_mlx_lm_assumes_is_reported(self):
+        config = {"model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 256}
+        assert describe(config).assumed["sliding_window"] == 512
+
+    def test_every_alias_leads_to_a_rule(self):
+        assert set(ALIASES.values()) <= set(RULES)
+
+
+class TestNestedConfigs:
+    @pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+    def test_the_language_model_is_found_inside(self, key):
+        config = {"model_type": "some_vlm", key: LLAMA, "vision_config": {"hidden_size": 3}}
+        assert text_config(config) == LLAMA
+        assert describe(config).nbytes(512) == describe(LLAMA).nbytes(512)
+
+    def test_thinker_of_an_omni_model(self):
+        config = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": LLAMA}}
+        assert text_config(config) == LLAMA
+
+    def test_text_types_of_wrappers_mean_the_type_itself(self):
+        text = CONFIGS["qwen3"] | {"model_type": "qwen3_vl_text"}
+        assert describe({"model_type": "qwen3_vl", "text_config": text}).model_type == "qwen3"
+
+
+# Facts of published configs, and bytes at 32768 tokens worked out by hand:
+# layers x key/value heads x (key + value size) x 2 bytes x tokens, windows and states apart.
+K32 = 32768
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.2-1B": (LLAMA, 16 * 8 * 128 * 2 * K32),
+    "Llama-3.1-8B": (
+        dict(LLAMA, hidden_size=4096, num_hidden_layers=32, head_dim=None),
+        32 * 8 * 256 * 2 * K32,
+    ),
+    "Llama-3.1-70B": (
+        dict(LLAMA, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, head_dim=None),
+        80 * 8 * 256 * 2 * K32,
+    ),
+    "SmolLM2-135M": (
+        dict(
+            model_type="llama",
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+        ),
+        30 * 3 * 128 * 2 * K32,
+    ),
+    "Mistral-7B-v0.3": (
+        dict(
+            model_type="mistral",
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            sliding_window=None,
+        ),
+        32 * 8 * 256 * 2 * K32,
+    ),
+    "Mixtral-8x7B": (
+        dict(
+            model_type="mixtral",
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ),
+        32 * 8 * 256 * 2 * K32,
+    ),
+    "Qwen2.5-7B": (
+        dict(
+            model_type="qwen2",
+            hidden_size=3584,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            sliding_window=131072,
+            use_sliding_window=False,
+        ),
+        28 * 4 * 256 * 2 * K32,
+    ),
+    "Qwen3-0.6B": (
+        dict(
+            model_type="qwen3",
+            hidden_size=1024,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+        ),
+        28 * 8 * 256 * 2 * K32,
+    ),
+    "Qwen3-30B-A3B": (
+        dict(
+            model_type="qwen3_moe",
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+        ),
+        48 * 4 * 256 * 2 * K32,
+    ),
+    # every fourth layer keeps keys and values; the others a state of 32 x 128 x 128 in float32 and
+    # three rows of 2 x 16 x 128 + 32 x 128 convolution inputs
+    "Qwen3-Next-80B-A3B": (
+        dict(
+            model_type="qwen3_next",
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_conv_kernel_dim=4,
+            full_attention_interval=4,
+        ),
+        12 * 2 * 512 * 2 * K32 + 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2),
+    ),
+    # five of six layers see 512 tokens
+    "gemma-3-1b": (
+        dict(
+            model_type="gemma3_text",
+            hidden_size=1152,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            sliding_window=512,
+            sliding_window_pattern=6,
+        ),
+        (4 * K32 + 22 * 512) * 512 * 2,
+    ),
+    # its config leaves heads, head size and pattern to the class
+    "gemma-3-4b": (
+        dict(
+            model_type="gemma3",
+            text_config=dict(
+                model_type="gemma3_text",
+                hidden_size=2560,
+                num_hidden_layers=34,
+                intermediate_size=10240,
+                sliding_window=1024,
+            ),
+        ),
+        (5 * K32 + 29 * 1024) * 4 * 512 * 2,
+    ),
+    "gemma-2-9b": (
+        dict(
+            model_type="gemma2",
+            hidden_size=3584,
+            num_hidden_layers=42,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=256,
+            sliding_window=4096,
+        ),
+        42 * 8 * 512 * 2 * K32,  # mlx-lm gives its sliding layers full caches
+    ),
+    "gpt-oss-20b": (
+        dict(
+            model_type="gpt_oss",
+            hidden_size=2880,
+            num_hidden_layers=24,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+        ),
+        (12 * K32 + 12 * 128) * 8 * 128 * 2,
+    ),
+    "DeepSeek-V3": (
+        dict(
+            model_type="deepseek_v3",
+            hidden_size=7168,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            num_key_value_heads=128,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+        ),
+        61 * (512 + 64) * 2 * K32,
+    ),
+    "Kimi-K2": (
+        dict(
+            model_type="kimi_k2",
+            hidden_size=7168,
+            num_hidden_layers=61,
+            num_attention_heads=64,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+        ),
+        61 * (512 + 64) * 2 * K32,
+    ),
+    # this class of mlx-lm expands the latent: 16 heads of 192 for keys and 128 for values
+    "DeepSeek-V2-Lite": (
+        dict(
+            model_type="deepseek_v2",
+            hidden_size=2048,
+            num_hidden_layers=27,
+            num_attention_heads=16,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+        ),
+        27 * 16 * (192 + 128) * 2 * K32,
+    ),
+    "Llama-4-Scout": (
+        dict(
+            model_type="llama4",
+            text_config=dict(
+                model_type="llama4_text",
+                hidden_size=5120,
+                num_hidden_layers=48,
+                num_attention_heads=40,
+                num_key_value_heads=8,
+                head_dim=128,
+                attention_chunk_size=8192,
+            ),
+        ),
+        (12 * K32 + 36 * (8192 + 256)) * 8 * 256 * 2,
+    ),
+    "falcon-mamba-7b": (
+        dict(
+            model_type="falcon_mamba",
+            hidden_size=4096,
+            num_hidden_layers=64,
+            intermediate_size=8192,
+            state_size=16,
+            conv_kernel=4,
+        ),
+        64 * (3 * 8192 + 8192 * 16) * 2,
+    ),
+    "granite-4.0-h-tiny": (
+        dict(
+            model_type="granitemoehybrid",
+            hidden_size=1536,
+            num_hidden_layers=40,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            layer_types=["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+            mamba_n_heads=48,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            mamba_n_groups=1,
+            mamba_d_conv=4,
+        ),
+        4 * 4 * 256 * 2 * K32 + 36 * (3 * (3072 + 256) * 2 + 48 * 64 * 128 * 4),
+    ),
+    "phi-4": (
+        dict(
+            model_type="phi3",
+            hidden_size=5120,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+            num_key_value_heads=10,
+        ),
+        40 * 10 * 256 * 2 * K32,
+    ),
+    "GLM-4.5-Air": (
+        dict(
+            model_type="glm4_moe",
+            hidden_size=4096,
+            num_hidden_layers=46,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+        ),
+        46 * 8 * 256 * 2 * K32,
+    ),
+    "LFM2-1.2B": (
+        dict(
+            model_type="lfm2",
+            hidden_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            conv_L_cache=3,
+            full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        ),
+        6 * 8 * 128 * 2 * K32 + 10 * 2 * 2048 * 2,
+    ),
+    "gpt2": (
+        dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, n_positions=1024),
+        12 * 12 * 128 * 2 * K32,
+    ),
+}
+
+
+class TestPublishedConfigs:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_bytes_worked_out_by_hand(self, name):
+        config, expected = PUBLISHED[name]
+        assert describe(config).nbytes(K32) == expected
+
+    def test_pieces_say_what_they_are(self):
+        geometry = describe(PUBLISHED["Qwen3-Next-80B-A3B"][0])
+        assert geometry.count("full") == 12
+        assert geometry.count("state") == 36
+        assert isinstance(geometry.layers[0][0], State)
+        assert isinstance(geometry.layers[3][0], Attention)
