@@ -12,12 +12,12 @@ import mlx.core as mx
 import pytest
 
 from kernel_cases import activation, packed, running
-from turboquant_mlx.kernels import expand, matvec
+from turboquant_mlx.kernels import expand, matvec, rotate
 from turboquant_mlx.kernels.dialect import Kernel, stand_in
 from turboquant_mlx.quant.spec import QuantSpec
 
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = [matvec.MATVEC, matvec.GATHER_MATVEC, expand.EXPAND]
+KERNELS = [matvec.MATVEC, matvec.GATHER_MATVEC, expand.EXPAND, rotate.ROTATE]
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
 
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -41,6 +41,10 @@ def a_call(kernel: Kernel, dialect, spec=SPEC, dtype=mx.float16, rows=1, width=1
         elif kernel is matvec.GATHER_MATVEC:
             x, chosen = activation(1, width, dtype=dtype), mx.array([1, 0], mx.uint32)
             matvec.gather_matvec(x, packed(spec, 3, 70, width), chosen, dialect)
+        elif kernel is rotate.ROTATE:
+            rotate.rotate_few(
+                activation(1, width, dtype=dtype), 192, mx.ones(width, mx.float16), dialect
+            )
         else:
             expand.expand(packed(spec, 70, width), dtype, dialect)
     (call,) = calls

@@ -13,6 +13,10 @@ MATVEC_ROWS = 8
 """Rows of activations up to which a packed weight is multiplied directly; for more it is decoded
 first. Unmeasured default."""
 
+ROTATE_ROWS = 64
+"""Rows of activations up to which one launch rotates them; MLX's own transform takes more.
+Unmeasured default."""
+
 GATHER_ENTRIES = 64
 """(row, expert) pairs up to which experts are multiplied directly. Unmeasured default."""
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dispatch import backend, is_traced
 from ..kernels.matmul import packed_matmul
+from ..kernels.rotate import rotated_input
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedWeight, packed_matrix
 from .packed import PackedLayer
@@ -37,7 +38,7 @@ class TurboQuantLinear(PackedLayer):
         """Apply the layer to x [..., I]; returns [..., O] in the dtype of x."""
         y = self._on_cpu(x) if backend() == "cpu" else None
         if y is None:
-            rotated = self.group.read(x, rotated=True, dtype=x.dtype)
+            rotated = rotated_input(self.group, x, gradients=self.training)
             y = packed_matmul(rotated, self.packed(), self.use_qjl, gradients=self.training)
         if "bias" in self:
             y = (y + self.bias).astype(x.dtype)

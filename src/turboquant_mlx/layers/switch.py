@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import backend, is_traced
 from ..kernels.gather import gather_matmul
+from ..kernels.rotate import rotated_input
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedExperts, packed_matrix
 from .packed import PackedLayer
@@ -40,7 +41,7 @@ class TurboQuantSwitchLinear(PackedLayer):
         """Apply expert ``indices`` to x [..., n, I] (leading axes broadcast); [..., n, O]."""
         y = self._on_cpu(x, indices) if backend() == "cpu" else None
         if y is None:
-            rotated = self.group.read(x, rotated=True, dtype=x.dtype)
+            rotated = rotated_input(self.group, x, gradients=self.training)
             y = gather_matmul(
                 rotated,
                 self.packed(),
