@@ -55,7 +55,7 @@ def _wrap(original: Callable) -> Callable:
     @functools.wraps(original)
     def scaled_dot_product_attention(q, k, v, *, scale, mask=None, sinks=None, **rest):
         # an argument that handlers do not know (a stream, say) goes to the original
-        for handler in [] if rest else list(_handlers):
+        for handler in [] if rest else list(reversed(_handlers)):
             out = handler(q, k, v, scale=scale, mask=mask, sinks=sinks)
             if out is not None:
                 return out

@@ -144,6 +144,7 @@ class PackedStore:
         """
         if self.is_empty:
             self._begin(keys, values)
+        keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         n, before_columns = keys.shape[2], self.columns
         before = self.lengths()
         self.columns += n
@@ -244,10 +245,10 @@ class PackedStore:
             self._write(column, self.raw_keys[part], self.raw_values[part], slice(r, r + 1))
 
     def _shrink_raw(self, size: int) -> None:
-        if self.raw_keys is not None and self.raw_values is not None:
-            if self.raw_keys.shape[2] > size:
-                self.raw_keys = mx.contiguous(self.raw_keys[:, :, :size])
-                self.raw_values = mx.contiguous(self.raw_values[:, :, :size])
+        assert self.raw_keys is not None and self.raw_values is not None
+        if self.raw_keys.shape[2] > size:
+            self.raw_keys = mx.contiguous(self.raw_keys[:, :, :size])
+            self.raw_values = mx.contiguous(self.raw_values[:, :, :size])
 
     # -- what attention sees ------------------------------------------------------------------
 
@@ -352,7 +353,8 @@ class PackedStore:
         if self.frozen and not any(self.frozen):
             self.keys = tuple(p[:, :, :0] for p in self.keys)
             self.values = tuple(p[:, :, :0] for p in self.values)
-        self._shrink_raw(max(self.raw_lengths(), default=0))
+        if not self.is_empty:
+            self._shrink_raw(max(self.raw_lengths(), default=0))
 
     def tight(self) -> PackedStore:
         """The same without spare columns, in memory of its own."""

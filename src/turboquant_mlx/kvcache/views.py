@@ -1,0 +1,72 @@
+"""What a packed cache hands to a model: arrays that also know where they come from.
+
+``update_and_fetch`` must return keys and values. It returns a :class:`PackedView`, an ``mx.array``
+that holds the graph of the decoded tensor, not evaluated, with a link to the packed store. A model
+that computes with it gets what it expects. The attention hook, which all models reach, recognises
+the pair and answers a few queries from the packed store, so that the graph is never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels import attention_hook
+from .attend import MAX_QUERIES, attend
+from .store import PackedStore
+
+
+class PackedView(mx.array):
+    """Decoded keys or values, lazy; ``link`` is (store, its version, "keys" or "values")."""
+
+    link: tuple[PackedStore, int, str]
+
+
+def view_pair(store: PackedStore, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values of the store as it is now.
+
+    They must not be kept: the store's next append writes in place only if nobody else holds it.
+    """
+    pair = PackedView(keys), PackedView(values)
+    for view, kind in zip(pair, ("keys", "values"), strict=True):
+        view.link = (store, store.version, kind)
+    return pair
+
+
+def linked_store(keys: Any, values: Any) -> PackedStore | None:
+    """The store that both are views of, as long as it has not changed since."""
+    if type(keys) is not PackedView or type(values) is not PackedView:
+        return None
+    store, version, kind = keys.link
+    same = values.link == (store, version, "values")
+    return store if same and kind == "keys" and version == store.version else None
+
+
+def answer(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
+    """Handler of the attention hook: a few queries over a packed store, or None to decline."""
+    store = linked_store(k, v)
+    if store is None or q.ndim != 4 or q.shape[2] > MAX_QUERIES:
+        return None
+    if isinstance(mask, str) and mask != "causal":
+        return None
+    return attend(q, store, scale=scale, mask=mask, sinks=sinks)
+
+
+class HookHold:
+    """Keeps the attention hook in place as long as it lives; every packed cache has one."""
+
+    def __init__(self) -> None:
+        attention_hook.register(answer)
+
+    def __deepcopy__(self, memo: dict) -> HookHold:
+        return HookHold()
+
+    def __reduce__(self):
+        return (HookHold, ())
+
+    def __del__(self) -> None:
+        # at the end of the interpreter what it needs may be gone already
+        with contextlib.suppress(Exception):
+            attention_hook.unregister(answer)
