@@ -46,7 +46,6 @@ from .source_model import (
     SourceModel,
     dropped_tensors,
     embeddings_read_directly,
-    has_other_modalities,
     list_modules,
     modality_of,
     mtp_tensors,
@@ -220,10 +219,6 @@ class _Job:
             else:
                 text = f"the {group['reason']} part is dropped, {_size(group)}: only text remains"
             self.plan.notices.append(text)
-        if has_other_modalities(dropped):
-            self.plan.notices.append(
-                "python -m turboquant_mlx.convert_vlm is the converter for models that see or hear"
-            )
 
     # --- layout ---------------------------------------------------------------------------
 

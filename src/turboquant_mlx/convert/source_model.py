@@ -333,11 +333,6 @@ def dropped_tensors(source: SourceModel, *, kept: Collection[str] = ()) -> list[
     return dropped
 
 
-def has_other_modalities(dropped: list[dict[str, Any]]) -> bool:
-    """Whether the source sees or hears, which its text part alone does not."""
-    return any(group["reason"] in OTHER_MODALITIES for group in dropped)
-
-
 def mtp_tensors(folder: Folder) -> list[str]:
     """Names of the source's multi-token-prediction head: ``mtp.*``, or whole extra layers.
 
