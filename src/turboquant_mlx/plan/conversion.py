@@ -1,0 +1,212 @@
+"""How large a source becomes when it is converted, to the byte, without reading its weights.
+
+Which modules a conversion changes depends on what mlx-lm's model class makes of the source's
+tensors (renamed, stacked, split, tied). So the class itself is asked: it is given files that have
+the true headers and, behind them, no data but holes, and its own loading step runs lazily over
+them. From there on this is the converter's own plan and layout.
+
+The only part of the planner that imports MLX, late; a second or two instead of a tenth of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.headers import LENGTH_BYTES, TensorInfo
+from ..convert.options import ConvertOptions, load_tiers, parse_layer_ranges
+from ..errors import OptionError, UnsupportedModelError
+from .headers import ModelFiles
+from .weights import read_manifest
+
+# Short names that --convert takes beside the options' own.
+_SHORT = {
+    "group": "group_size",
+    "g": "group_size",
+    "b": "bits",
+    "extras": "quantize_extras",
+    "ternary": "ternary_experts",
+    "protect": "protect_expert_layers",
+    "tiers": "expert_layer_tiers",
+    "qjl": "use_qjl",
+}
+_TRUE, _FALSE = ("1", "yes", "true", "on"), ("0", "no", "false", "off")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of a conversion before it is made.
+
+    Attributes:
+        options: what the conversion would be told.
+        text: the same as the user wrote it.
+        tensors: name -> type and shape, places as in one file.
+        config: what the result's config.json would hold.
+        notices: what the converter would say.
+    """
+
+    options: ConvertOptions
+    text: str
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]
+    notices: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def as_model(self, source: ModelFiles) -> ModelFiles:
+        """The result as a model that can be planned."""
+        return dataclasses.replace(
+            source,
+            config=self.config,
+            tensors=self.tensors,
+            file_of=dict.fromkeys(self.tensors, "model.safetensors"),
+            file_bytes={},
+        )
+
+
+def parse_options(text: str) -> ConvertOptions:
+    """Options from text like ``bits=3,group=64,extras``.
+
+    Names are those of turboquant-convert's options, with ``_`` or ``-``; some have short forms. A
+    name without a value switches an option on. A list of layers is written with ``+``
+    (``protect=0-5+42-47``), since the comma separates options.
+
+    Raises:
+        OptionError: an unknown name, or a value that the option does not take.
+    """
+    known = {field.name: field for field in dataclasses.fields(ConvertOptions)}
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, given, value = (piece.strip() for piece in part.partition("="))
+        name = key.removeprefix("--").replace("-", "_")
+        if name.startswith("no_") and not given:
+            name, value, given = name.removeprefix("no_"), "no", "="
+        name = _SHORT.get(name, name)
+        if name not in known:
+            raise OptionError(
+                f"--convert: turboquant-convert has no option {key!r}",
+                hint='write for example --convert "bits=3,group=64,extras"',
+            )
+        values[name] = _value(name, known[name].default, value if given else None)
+    return ConvertOptions(**values)
+
+
+def _value(name: str, default: Any, text: str | None) -> Any:
+    if name == "protect_expert_layers":
+        return parse_layer_ranges((text or "").replace("+", ","))
+    if name == "expert_layer_tiers":
+        return load_tiers(text or "")
+    if isinstance(default, bool):
+        if text is None or text.lower() in _TRUE:
+            return True
+        if text.lower() in _FALSE:
+            return False
+        raise OptionError(f"--convert: {name}={text} is neither yes nor no")
+    if text is None:
+        raise OptionError(f"--convert: {name} needs a value, as in {name}=3")
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) -> Conversion:
+    """What ``turboquant-convert`` would write for a source.
+
+    Raises:
+        UnsupportedModelError: the source cannot be converted; the message says why.
+        OptionError: the options do not suit the model.
+    """
+    if read_manifest(model.config, model.tensors) is not None:
+        raise UnsupportedModelError(
+            f"{model.name} is already a TurboQuant model",
+            hint="--convert is for the 16-bit model that it was made from",
+        )
+    with _hollow_copy(model) as path:
+        return _project(path, options, text)
+
+
+def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
+    from functools import partial
+
+    from ..checkpoint.loader import normalized_config
+    from ..checkpoint.source import inspect_folder
+    from ..convert import pipeline, source_model
+    from ..convert.recipe import plan_modules
+
+    folder = inspect_folder(path)
+    config, _ = normalized_config(folder)
+    precision = source_model._source_precision(config)
+    build = partial(source_model._build, folder, config, precision, options.trust_remote_code)
+    network, loaded = build()
+    plain = all(t.dtype in source_model.PLAIN_DTYPES for t in folder.tensors.values())
+    if precision is not None and not plain:
+        source_model._dequantize(folder, network)
+    source_model._check_floating(folder, network, precision)
+    for key in ("quantization", "quantization_config", "_name_or_path"):
+        loaded.pop(key, None)
+    source = source_model.SourceModel(
+        folder, loaded, network, precision, [], None, lambda: build()[0]
+    )
+    infos = source_model.list_modules(network)
+    plan = plan_modules(infos, options)
+    if plan.quantizes_nothing:
+        raise pipeline._nothing_to_do(source, plan)
+    job = pipeline._Job(source, options, infos, plan)
+    tensors, end = {}, 0
+    for stored in (tensor for group in job.layout.values() for tensor in group):
+        tensors[stored.name] = TensorInfo(
+            stored.dtype, tuple(stored.shape), end, end + stored.num_bytes
+        )
+        end += stored.num_bytes
+    return Conversion(
+        options=options,
+        text=text,
+        tensors=tensors,
+        config={**loaded, **_entries(job, options)},
+        notices=(*plan.notices, *plan.warnings),
+    )
+
+
+def _entries(job: Any, options: ConvertOptions) -> dict[str, Any]:
+    from ..checkpoint.schema import config_entries
+
+    return config_entries(job.manifest, options.bits, job.label_group_size())
+
+
+@contextmanager
+def _hollow_copy(model: ModelFiles) -> Iterator[Path]:
+    """A folder with the model's config and shards of the right headers and lengths, without data.
+
+    The shards are sparse: they take a few kilobytes of disk whatever their length.
+    """
+    with tempfile.TemporaryDirectory(prefix="turboquant-plan-") as place:
+        path = Path(place)
+        config = {k: v for k, v in model.config.items() if k != "model_file"}
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        files = sorted(set(model.file_of.values()))
+        for file in files:
+            _write_hollow(path / file, model, file)
+        if len(files) > 1:
+            index = {"metadata": {}, "weight_map": model.file_of}
+            (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        yield path
+
+
+def _write_hollow(path: Path, model: ModelFiles, file: str) -> None:
+    tensors = {name: model.tensors[name] for name, home in model.file_of.items() if home == file}
+    header = {
+        name: {"dtype": info.dtype, "shape": info.shape, "data_offsets": [info.start, info.end]}
+        for name, info in tensors.items()
+    }
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as out:
+        out.write(len(raw).to_bytes(LENGTH_BYTES, "little") + raw)
+        out.truncate(LENGTH_BYTES + len(raw) + max(info.end for info in tensors.values()))

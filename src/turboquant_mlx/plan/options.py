@@ -1,0 +1,138 @@
+"""The options that turboquant-plan and turboquant-doctor share. No MLX here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from ..cli import CommandParser
+from ..kvcache.spec import KVOptions, KVSpec, resolve
+from .machine import Machine, detect, with_overrides
+from .projection import DEFAULT_CONTEXT, Request
+
+
+def add_shared_options(parser: CommandParser) -> None:
+    """Model, context, cache and machine."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder of a model, or a repository of the Hugging Face hub: owner/name, or "
+        "owner/name@revision. Of a repository only headers and small files are read",
+    )
+    parser.add_argument(
+        "--context",
+        type=_whole,
+        default=DEFAULT_CONTEXT,
+        metavar="TOKENS",
+        help="prompt and answer together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-step-size",
+        type=_whole,
+        metavar="TOKENS",
+        help="tokens of a prompt that are computed at once (default: the largest safe one of "
+        "2048, 1024, 512, 256 and 128)",
+    )
+    parser.add_argument(
+        "--ngram-offload",
+        action="store_true",
+        help="plan with the n-gram table served from disk (Qwen3.8-Flash-Next), as the "
+        "--ngram-offload of the other commands does",
+    )
+    cache = parser.add_argument_group("key-value cache")
+    cache.add_argument(
+        "--kv-bits",
+        metavar="BITS",
+        help="bits of keys and values in the TurboQuant cache, whole or half (3.5: keys 3, values "
+        "4), or a preset: safe, balanced, small (default: 16 bits, not packed)",
+    )
+    cache.add_argument("--kv-k-bits", metavar="BITS", help="bits of keys, with --kv-v-bits")
+    cache.add_argument("--kv-v-bits", metavar="BITS", help="bits of values, with --kv-k-bits")
+    cache.add_argument(
+        "--kv-min-tokens",
+        type=_whole_or_none,
+        metavar="TOKENS",
+        help="first tokens that stay in 16 bits (default: as turboquant-generate)",
+    )
+    cache.add_argument(
+        "--kv-group-size",
+        type=_whole,
+        metavar="N",
+        help="values of a head that share a scale (default: the whole head)",
+    )
+    machine = parser.add_argument_group("another machine", "Without these, the one that this is.")
+    machine.add_argument(
+        "--wired-gb",
+        type=_gigabytes,
+        metavar="GB",
+        help="plan for a Mac with this Metal working set, in GB of 10^9 bytes",
+    )
+    machine.add_argument(
+        "--ram-gb",
+        type=_gigabytes,
+        metavar="GB",
+        help="plan for a Mac with this much memory, as it is sold: 16 means 16 GiB, which are "
+        "17.18 * 10^9 bytes",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on standard output")
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """What the options ask for.
+
+    Raises:
+        OptionError: a bad value, or options that contradict each other.
+    """
+    return Request(
+        context=args.context,
+        kv=kv_of(args),
+        prefill_step_size=args.prefill_step_size,
+        ngram_offload=args.ngram_offload,
+    )
+
+
+def kv_of(args: argparse.Namespace) -> KVSpec | None:
+    """The packing that the options ask for; the variables of other programs play no part."""
+    said = KVOptions(
+        bits=args.kv_bits,
+        key_bits=args.kv_k_bits,
+        value_bits=args.kv_v_bits,
+        group_size=args.kv_group_size,
+        min_tokens=args.kv_min_tokens,
+    )
+    return resolve(said, {})
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine to plan for."""
+    described = args.ram_gb is not None or args.wired_gb is not None
+    return with_overrides(None if described else detect(), args.ram_gb, args.wired_gb)
+
+
+def _number(check: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and check(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return convert
+
+
+def _whole(text: str) -> int:
+    return int(
+        _number(lambda n: 1 <= n <= 2**31 - 1 and n == int(n), "a whole number above 0")(text)
+    )
+
+
+def _whole_or_none(text: str) -> int:
+    return int(
+        _number(lambda n: 0 <= n <= 2**31 - 1 and n == int(n), "a whole number of 0 or more")(text)
+    )
+
+
+_gigabytes = _number(lambda n: 0 < n <= 1e6, "a size above 0, in GB")

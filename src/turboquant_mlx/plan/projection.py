@@ -1,0 +1,439 @@
+"""How much memory a model takes at a context length, and whether a machine has it.
+
+Everything is a pure function of three records: the model's files, its weights and the machine.
+Each term carries its basis in words. What is not known is None, never zero.
+
+Units: bytes throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..errors import OptionError
+from ..kvcache.geometry import Attention, Geometry, describe, text_config, why_unknown
+from ..kvcache.spec import KVSpec
+from .headers import ModelFiles
+from .machine import GB, MIB, Machine
+from .weights import Weights, weigh
+
+DEFAULT_CONTEXT = 16384
+CHUNKS = (2048, 1024, 512, 256, 128)
+"""Prefill chunks to choose from; 2048 is mlx-lm's default."""
+SAFE_SHARE = 0.95
+"""Share of the ceiling that a chunk chosen here may fill."""
+
+Mode = Literal["resident", "streaming", "no-fit", "unknown"]
+
+# A chunk is evaluated layer by layer: what is alive at a time is a few arrays of one layer.
+_LIVE_HIDDEN = 6  # residual, norm, its rotation, q/k/v and the output, in units of the hidden size
+_LIVE_MLP = 3  # gate, up and their product
+# Heads for which MLX's fused attention needs no score matrix.
+_FUSED_DIMS = {"metal": (64, 80, 128), "cuda": (64, 80, 96, 128), "cpu": ()}
+_SCORE_COPIES = 2
+# The CPU back-end computes its attention in blocks of so many bytes of scores per thread.
+_CPU_SCORE_BYTES = 4 * MIB * 4
+# Share of the free memory that the CPU back-end fills with float32 copies of the weights.
+_CPU_KEEP_SHARE = 0.7
+# Python, MLX and the libraries around them, and the tokenizer per token of its vocabulary.
+_CPU_RESERVE = 90 * 10**6
+_TOKENIZER_BYTES = 1000
+# Bytes per token of a chunk, layer and hidden unit that stay allocated while a chunk is computed:
+# products leave MLX for numpy one by one there, and neither allocator gives memory back at once.
+_CPU_KEPT = 22
+_GPU_RESERVE = 500 * 10**6
+# Decoded weights of one matrix that a product of many rows needs on a GPU.
+_DECODE_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of the sum: bytes, None where unknown, and where the number comes from."""
+
+    bytes: int | None
+    basis: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for.
+
+    Attributes:
+        context: tokens of prompt and answer.
+        kv: packing of the key-value cache, None for 16 bits.
+        prefill_step_size: tokens per prefill chunk, None to choose the largest safe one.
+        ngram_offload: serve n-gram tables from disk.
+
+    Raises:
+        OptionError: a value that is out of range.
+    """
+
+    context: int = DEFAULT_CONTEXT
+    kv: KVSpec | None = None
+    prefill_step_size: int | None = None
+    ngram_offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context", "prefill_step_size"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= 2**31 - 1:
+                flag = "--" + name.replace("_", "-")
+                raise OptionError(f"{flag} {value} is not a number of tokens (1 or more)")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a model will take.
+
+    Attributes:
+        request: what was asked.
+        weights, kv, workspace, reserve: the terms; ``peak`` is their sum.
+        expanded: float32 copies that the CPU back-end makes of the weights.
+        step: tokens of a prefill chunk.
+        ceiling: what the machine gives.
+        geometry: the caches, None where unknown.
+        kv_note: what of the cache is packed.
+        kv_per_token: bytes that each further token adds, None where unknown.
+        experts_hot: bytes of experts that the machine can keep, when they are streamed.
+    """
+
+    request: Request
+    weights: Term
+    expanded: Term
+    kv: Term
+    workspace: Term
+    reserve: Term
+    step: int
+    ceiling: Term
+    geometry: Geometry | None
+    kv_note: str
+    kv_per_token: float | None
+    experts_hot: int | None = None
+
+    @property
+    def terms(self) -> dict[str, Term]:
+        """Name -> term, in the order of the report."""
+        return {
+            "weights": self.weights,
+            "expanded weights": self.expanded,
+            "key-value cache": self.kv,
+            "prefill workspace": self.workspace,
+            "runtime reserve": self.reserve,
+        }
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes at the worst moment, None if a term is unknown."""
+        total = 0
+        for term in self.terms.values():
+            if term.bytes is None:
+                return None
+            total += term.bytes
+        return total
+
+    @property
+    def allocated(self) -> int | None:
+        """The peak without the reserve: what MLX's own counter shows on a GPU."""
+        return None if self.peak is None else self.peak - (self.reserve.bytes or 0)
+
+    @property
+    def known(self) -> int:
+        """Sum of the terms that are known: a lower bound of the peak."""
+        return sum(term.bytes or 0 for term in self.terms.values())
+
+    @property
+    def headroom(self) -> int | None:
+        """Ceiling less peak, negative where it does not fit; None if either is unknown."""
+        if self.peak is None or self.ceiling.bytes is None:
+            return None
+        return self.ceiling.bytes - self.peak
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer.
+
+    Attributes:
+        mode: "resident" (all in memory), "streaming" (experts from disk), "no-fit", "unknown".
+        needs_wired_bump: whether it is resident only with a raised wired limit.
+        reason: one line.
+        flags: what to add to a command line, and why.
+        commands: shell commands that help, such as the sysctl line of a Mac.
+    """
+
+    mode: Mode
+    needs_wired_bump: bool = False
+    reason: str = ""
+    flags: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it runs on the machine, perhaps after the commands."""
+        return self.mode in ("resident", "streaming")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was found out; ``report`` shows it."""
+
+    model: ModelFiles
+    weights: Weights
+    machine: Machine
+    projection: Projection
+    verdict: Verdict
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, see docs/reference/plan.schema.json."""
+        from .report import plan_dict
+
+        return plan_dict(self)
+
+
+def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
+    """Project a model onto a machine.
+
+    Raises:
+        CheckpointError: the model's files contradict each other.
+        OptionError: the request does not suit the model.
+    """
+    weights = weigh(model)
+    projection = project(model.config, weights, machine, request)
+    warnings = []
+    if projection.geometry is None:
+        warnings.append(f"the key-value cache is unknown: {why_unknown(model.config)}")
+    if weights.is_moe and weights.token_experts is None:
+        warnings.append("config.json does not say how many experts a token uses")
+    longest = text_config(model.config).get("max_position_embeddings")
+    if isinstance(longest, int) and not isinstance(longest, bool) and request.context > longest > 0:
+        warnings.append(
+            f"--context {request.context} is beyond the {longest} tokens that the model was "
+            "made for"
+        )
+    if request.ngram_offload and not weights.ngram:
+        warnings.append("--ngram-offload has no effect: this model has no n-gram table")
+    if machine.device_basis.endswith("(estimated)"):
+        warnings.append(f"the ceiling is an estimate: {machine.device_basis}")
+    if machine.backend == "cpu" and not machine.assumed:
+        warnings.append("there is no GPU that MLX can use: the model would run on the CPU")
+    verdict = judge(weights, machine, projection)
+    return Plan(model, weights, machine, projection, verdict, tuple(warnings), model.notes)
+
+
+def project(
+    config: Mapping[str, Any], weights: Weights, machine: Machine, request: Request
+) -> Projection:
+    """Add up what a model takes; the chunk is the largest safe one unless it is given."""
+    if request.prefill_step_size is not None:
+        return _project(config, weights, machine, request, request.prefill_step_size)
+    for step in CHUNKS:
+        projection = _project(config, weights, machine, request, step)
+        ceiling = machine.ceiling_bytes
+        if ceiling is None or projection.known <= SAFE_SHARE * ceiling:
+            return projection
+    return projection
+
+
+def _project(
+    config: Mapping[str, Any], weights: Weights, machine: Machine, request: Request, step: int
+) -> Projection:
+    geometry = describe(config)
+    element_bytes = 4 if weights.precision == "F32" else 2
+    kv, per_token = Term(None, "unknown: " + why_unknown(config)), None
+    if geometry is not None:
+        size = geometry.nbytes(request.context, request.kv, element_bytes)
+        kv = Term(size, _kv_basis(geometry, request))
+        per_token = geometry.bytes_per_token(request.kv, element_bytes)
+    loaded, basis = weights.loaded, weights.basis
+    if request.ngram_offload and weights.ngram:
+        loaded -= weights.ngram
+        basis += f", without {weights.ngram / GB:.2f} GB of n-gram tables"
+    projection = Projection(
+        request=request,
+        weights=Term(loaded, basis),
+        expanded=_expanded(weights, machine, loaded),
+        kv=kv,
+        workspace=_workspace(config, geometry, weights, machine, request, step),
+        reserve=_reserve(config, machine),
+        step=step,
+        ceiling=Term(machine.ceiling_bytes, machine.ceiling_basis),
+        geometry=geometry,
+        kv_note="" if geometry is None else _kv_note(geometry, request.kv),
+        kv_per_token=per_token,
+    )
+    return replace(projection, experts_hot=_hot_experts(weights, machine, projection))
+
+
+def _kv_basis(geometry: Geometry, request: Request) -> str:
+    kind = "16-bit" if request.kv is None else request.kv.describe()
+    return f"{kind} at {request.context} tokens, from config.json"
+
+
+def _kv_note(geometry: Geometry, kv: KVSpec | None) -> str:
+    """How many caches of which kind, and how many of them are packed."""
+    kinds = ("full", "window", "chunked", "latent", "index", "state")
+    counts = [f"{geometry.count(kind)} {kind}" for kind in kinds if geometry.count(kind)]
+    text = ", ".join(counts) or "none"
+    if kv is None:
+        return text
+    return f"{text}; {geometry.packed(kv)} packed as {kv.describe()}"
+
+
+def _expanded(weights: Weights, machine: Machine, loaded: int) -> Term:
+    if machine.backend != "cpu":
+        return Term(0, "only on the CPU")
+    size = 4 * weights.matrices
+    if machine.ram_bytes is None:
+        return Term(None, "unknown: so is main memory")
+    if size > _CPU_KEEP_SHARE * (machine.ram_bytes - loaded):
+        return Term(0, "float32 copies would not fit: weights are decoded on each call, slower")
+    return Term(size, "float32 copies that the CPU back-end keeps, --cpu-expand never avoids them")
+
+
+def _reserve(config: Mapping[str, Any], machine: Machine) -> Term:
+    if machine.backend == "cpu":
+        vocabulary = _size(text_config(config), "vocab_size") or 0
+        size = _CPU_RESERVE + _TOKENIZER_BYTES * vocabulary
+        return Term(size, "Python, libraries and tokenizer, measured")
+    return Term(_GPU_RESERVE, "allocator and runtime, a fixed allowance")
+
+
+def _workspace(
+    config: Mapping[str, Any],
+    geometry: Geometry | None,
+    weights: Weights,
+    machine: Machine,
+    request: Request,
+    step: int,
+) -> Term:
+    text = text_config(config)
+    hidden = _size(text, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
+    if hidden is None:
+        return Term(None, "unknown: config.json has no hidden_size")
+    heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
+    inner = _size(text, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    if weights.is_moe:
+        routed = _size(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
+        per_token = (weights.experts_per_token or 1) * (routed * _LIVE_MLP + 2 * hidden)
+        inner = max(inner, per_token // _LIVE_MLP)
+    vocabulary = _size(text, "vocab_size") or 0
+    rows = min(step, request.context)
+    width = 6 if machine.backend == "cpu" else 2  # 16-bit activations, float32 ones beside on a CPU
+    live = rows * (_LIVE_HIDDEN * hidden + _LIVE_MLP * inner) * width
+    if machine.backend == "cpu":
+        live += rows * _CPU_KEPT * hidden * (weights.layers or 1)
+    attention, largest = _attention(geometry, heads, machine, rows, request.context)
+    logits = vocabulary * 3 * 4
+    decode = _DECODE_BYTES if weights.quantization == "turboquant" else 0
+    if machine.backend == "cpu":
+        decode = 0
+    basis = f"chunks of {step} tokens: activations, attention, logits of one row"
+    return Term(live + attention + largest + logits + decode, basis)
+
+
+def _attention(
+    geometry: Geometry | None, heads: int, machine: Machine, rows: int, context: int
+) -> tuple[int, int]:
+    """(bytes of score matrices, bytes of one layer's cache while it grows)."""
+    pieces = [] if geometry is None else [p for p in geometry.pieces() if isinstance(p, Attention)]
+    scores = grown = 0
+    for piece in pieces:
+        seen = context if piece.window is None else min(context, piece.window + rows)
+        size = seen * piece.heads * (piece.key_dim + piece.value_dim)
+        if machine.backend == "cpu":
+            # keys and values of a layer are widened to float32
+            scores = max(scores, _CPU_SCORE_BYTES + size * 4)
+        elif piece.key_dim != piece.value_dim or piece.key_dim not in _FUSED_DIMS[machine.backend]:
+            scores = max(scores, heads * rows * seen * 2 * _SCORE_COPIES)
+        grown = max(grown, size * 2)
+    return scores, grown
+
+
+def _hot_experts(weights: Weights, machine: Machine, projection: Projection) -> int | None:
+    """Bytes left for experts once everything else is in memory."""
+    if not weights.is_moe or machine.ceiling_bytes is None or projection.peak is None:
+        return None
+    if machine.backend == "cpu":
+        return None
+    return max(machine.ceiling_bytes - (projection.peak - weights.experts), 0)
+
+
+def judge(weights: Weights, machine: Machine, projection: Projection) -> Verdict:
+    """Whether and how the model runs."""
+    ceiling, peak = machine.ceiling_bytes, projection.peak
+    if ceiling is None:
+        return Verdict("unknown", reason="the memory of the machine is unknown")
+    flags = _flags(projection)
+    if peak is None:
+        if projection.known > (machine.raised_ceiling_bytes or ceiling) and not weights.is_moe:
+            return Verdict("no-fit", reason="the known parts alone are more than the machine has")
+        return Verdict("unknown", reason="a part of what it takes is unknown", flags=flags)
+    if peak <= ceiling:
+        return Verdict("resident", reason="it fits", flags=flags)
+    raised = machine.raised_ceiling_bytes
+    if raised is not None and peak <= raised:
+        limit = _wired_limit_mib(peak, raised)
+        return Verdict(
+            "resident",
+            needs_wired_bump=True,
+            reason="it fits only if the wired limit is raised",
+            flags=flags,
+            commands=(f"sudo sysctl iogpu.wired_limit_mb={limit}",),
+        )
+    return _judge_streaming(weights, projection, flags)
+
+
+def _judge_streaming(weights: Weights, projection: Projection, flags: tuple[str, ...]) -> Verdict:
+    hot, cliff = projection.experts_hot, weights.token_experts
+    if hot is None or cliff is None:
+        return Verdict("no-fit", reason="it needs more memory than the machine has")
+    if hot < cliff:
+        return Verdict(
+            "no-fit",
+            reason=f"even with experts streamed from disk, {hot / GB:.2f} GB are left for them and "
+            f"one token uses {cliff / GB:.2f} GB",
+        )
+    if weights.quantization != "turboquant":
+        return Verdict(
+            "no-fit",
+            reason="only TurboQuant models stream their experts from disk; converted, it could run",
+        )
+    budget = f"--cache-budget-gb {hot / GB:.1f}"
+    share = hot / weights.experts
+    return Verdict(
+        "streaming",
+        reason=f"experts have to be streamed from disk; {share:.0%} of them stay in memory",
+        flags=(f"{budget}  (hot experts; below {cliff / GB:.2f} GB every token waits)", *flags),
+    )
+
+
+def _flags(projection: Projection) -> tuple[str, ...]:
+    flags = []
+    request = projection.request
+    if projection.step != CHUNKS[0] and request.prefill_step_size is None:
+        flags.append(f"--prefill-step-size {projection.step}  (a larger chunk would not be safe)")
+    kv = request.kv
+    if kv is not None:
+        widths = f"--kv-k-bits {kv.key_bits} --kv-v-bits {kv.value_bits}"
+        flags.append(f"{widths}  (key-value cache {kv.describe()})")
+    if request.ngram_offload:
+        flags.append("--ngram-offload  (n-gram tables stay on disk)")
+    return tuple(flags)
+
+
+def _wired_limit_mib(peak: int, most: int) -> int:
+    """The limit to set: the peak with a tenth to spare, in MiB as sysctl counts."""
+    return min(-(-int(peak * 1.1) // MIB), most // MIB)
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40:
+            return value
+    return None
