@@ -17,7 +17,8 @@ from turboquant_mlx.kernels.dialect import Kernel, stand_in
 from turboquant_mlx.quant.spec import QuantSpec
 
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = [matvec.MATVEC, matvec.GATHER_MATVEC, expand.EXPAND, rotate.ROTATE]
+KERNELS = [matvec.MATVEC, matvec.GATHER_MATVEC, *matvec.JOINT_MATVEC.values()]
+KERNELS += [expand.EXPAND, rotate.ROTATE]
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
 
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -41,6 +42,9 @@ def a_call(kernel: Kernel, dialect, spec=SPEC, dtype=mx.float16, rows=1, width=1
         elif kernel is matvec.GATHER_MATVEC:
             x, chosen = activation(1, width, dtype=dtype), mx.array([1, 0], mx.uint32)
             matvec.gather_matvec(x, packed(spec, 3, 70, width), chosen, dialect)
+        elif kernel in matvec.JOINT_MATVEC.values():
+            weights = [packed(spec, 70, width)] * (len(kernel.outputs))
+            matvec.joint_matvec(activation(rows, width, dtype=dtype), weights, dialect)
         elif kernel is rotate.ROTATE:
             rotate.rotate_few(
                 activation(1, width, dtype=dtype), 192, mx.ones(width, mx.float16), dialect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import mlx.core as mx
@@ -17,10 +18,14 @@ from kernel_cases import (
     packed,
     running,
 )
+from turboquant_mlx.kernels.dialect import Kernel
 from turboquant_mlx.kernels.matmul import packed_matmul
-from turboquant_mlx.kernels.matvec import gather_matvec, matvec
+from turboquant_mlx.kernels.matvec import gather_matvec, joint_matvec, matvec, why_not_jointly
 from turboquant_mlx.kernels.selection import Launch
 from turboquant_mlx.kernels.unpack import why_no_kernel
+from turboquant_mlx.layers.linear import TurboQuantLinear
+from turboquant_mlx.layers.rotation_group import RotationGroup
+from turboquant_mlx.quant.rotation import rotate
 from turboquant_mlx.quant.spec import QuantSpec
 
 CODES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (2, 8), (3, 8), (4, 8)]
@@ -179,3 +184,75 @@ def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
         mx.eval(y)
     expected = as_double(x) @ dense(weight).T
     assert mx.allclose(y, mx.array(expected.astype("float32")), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("outputs", [(70, 9), (64, 16, 33), (8, 200, 8)])
+@pytest.mark.parametrize("rows, dtype", [(1, mx.bfloat16), (3, mx.float32)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(bits=3, window_bits=8, group_size=128, scale_layout="log8"),
+        QuantSpec(bits=2, group_size=32),
+    ],
+    ids=["trellis3", "scalar2"],
+)
+def test_matrices_that_read_one_input_are_multiplied_together(dialect, outputs, rows, dtype, spec):
+    weights = [packed(spec, n, 384, seed=i) for i, n in enumerate(outputs)]
+    x = activation(1, rows, 384, dtype=dtype)
+    assert why_not_jointly(weights) == ""
+    with running(dialect):
+        products = joint_matvec(x, weights, dialect)
+        mx.eval(products)
+    for y, weight in zip(products, weights, strict=True):
+        assert_close(y, as_double(x) @ dense(weight).T, dtype)
+
+
+def test_matrices_that_cannot_be_multiplied_together():
+    spec = QuantSpec(bits=3, group_size=64)
+    one = packed(spec, 8, 128)
+    assert "1 weights" in why_not_jointly([one])
+    assert "4 weights" in why_not_jointly([one] * 4)
+    assert "different kinds" in why_not_jointly([one, packed(spec.with_(bits=4), 8, 128)])
+    assert "too small" in why_not_jointly([one, packed(spec, 1, 128)])
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("kinds", ["alike", "different"])
+def test_layers_of_a_group_are_multiplied_together(dialect, kinds):
+    """Where that is possible; either way the outputs are those of the layers alone."""
+    spec = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8", rotation_block=64)
+    other = spec if kinds == "alike" else spec.with_(bits=4, window_bits=8)
+    group = RotationGroup(192, 64)
+    layers, expected = [], []
+    x = activation(1, 1, 192)
+    for i, (kind, outputs) in enumerate([(spec, 24), (other, 8), (spec, 40)]):
+        weight = packed(kind, outputs, 192, seed=i)
+        layer = TurboQuantLinear(kind, (outputs, 192), group=group, leads=not i, bias=i == 1)
+        layer.codes, layer.scales, layer.table = weight.codes, weight.scales, weight.table
+        layers.append(layer.eval())
+        expected.append(as_double(rotate(x, 64)) @ dense(weight).T)
+    launches = []
+    with running(dialect), counting(launches):
+        for _ in range(2):
+            outputs = [layer(x) for layer in layers]
+        mx.eval(outputs)
+    for y, want in zip(outputs, expected, strict=True):
+        assert_close(y, want, mx.float32)
+    joint = ["turboquant_rotate", "turboquant_joint_matvec3"]
+    apart = ["turboquant_rotate", *["turboquant_matvec"] * 3]
+    assert launches == 2 * (joint if kinds == "alike" else apart)
+
+
+@contextlib.contextmanager
+def counting(launches: list[str]):
+    """Note the names of kernels as they are launched."""
+    launch = Kernel.launch
+
+    def noted(self, *args, **kwargs):
+        launches.append(self.name)
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "launch", noted)
+        yield

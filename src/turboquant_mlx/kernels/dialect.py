@@ -5,6 +5,7 @@ A body is plain C++ that both compilers take, with a few macros for what differs
 ===================== =============================================================================
 ``TQ_SHARED(T, n, c)`` an array of the threadgroup (block): ``T n[c]``
 ``TQ_SYNC()``          barrier of the threadgroup
+``TQ_IN(T), TQ_OUT(T)`` pointers to an input of at least eight elements, and to an output
 ``TQ_SHUFFLE_XOR``     exchange within 32 lanes
 ``TQ_FUNNEL(a, b, s)`` bits s .. s + 31 of the 64-bit number whose low half is a; s below 32
 ``TQ_EXP2(x)``         2**x for |x| < 100, to a few units in the last place
@@ -17,8 +18,9 @@ A body is plain C++ that both compilers take, with a few macros for what differs
 
 ``tq_tid``, ``tq_lane``, ``tq_warp``, ``tq_bx`` and ``tq_by`` say where a thread is. Rules for
 bodies: threadgroups are one-dimensional and multiples of 32; nobody returns before a barrier;
-every access is checked against its bounds, for CUDA rounds the grid up; no typed pointer to an
-input (small inputs lie in another address space on Metal); at most 32 KiB of shared memory.
+every access is checked against its bounds, for CUDA rounds the grid up; no pointer to an input of
+fewer than eight elements (those lie in another address space on Metal); at most 32 KiB of shared
+memory.
 
 Tables that all lanes look up at once are stored in several copies side by side, entry by entry, so
 that lanes with different copies never meet in one memory bank.
@@ -42,6 +44,8 @@ Dialect = Literal["metal", "cuda"]
 _METAL_PRELUDE = """
 #define TQ_UNROLL MLX_MTL_PRAGMA_UNROLL
 #define TQ_SHARED(T, name, count) threadgroup T name[count]
+#define TQ_IN(T) const device T*
+#define TQ_OUT(T) device T*
 #define TQ_SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define TQ_SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define TQ_FUNNEL(low, high, shift) \\
@@ -81,6 +85,8 @@ typedef unsigned int tq_uint;
 #define uint tq_uint
 #define TQ_UNROLL _Pragma("unroll")
 #define TQ_SHARED(T, name, count) __shared__ __align__(16) T name[count]
+#define TQ_IN(T) const T*
+#define TQ_OUT(T) T*
 #define TQ_SYNC() __syncthreads()
 #define TQ_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
 #define TQ_FUNNEL(low, high, shift) __funnelshift_r(low, high, shift)
@@ -237,12 +243,12 @@ class Kernel:
         make = getattr(_local, "stand_in", None)
         call = self.build(dialect) if make is None else make(self, dialect)
         return call(
-            inputs=list(inputs),
-            template=list(template),
+            inputs=inputs,
+            template=template,
             grid=(groups[0] * threads, groups[1], 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
         )
 
 

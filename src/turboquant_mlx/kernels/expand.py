@@ -27,6 +27,7 @@ _BODY = (
   const uint groups = uint(scales_shape[1]);
   const uint width = groups * uint(GROUP);
   const uint units = width / uint(UNIT);
+#define TQ_LEVEL(i) table[i]
 """
     + unpack.FILL_TABLE
     + """
@@ -62,9 +63,12 @@ ROWS_OF_WARP = 4
 
 
 @lru_cache(maxsize=256)
-def template(spec: QuantSpec, width: int, dialect: Dialect) -> tuple[tuple[str, int | bool], ...]:
+@lru_cache(maxsize=256)
+def template(spec: QuantSpec, width: int, dtype: mx.Dtype, dialect: Dialect) -> list:
+    """Template arguments of the kernel."""
     unit = unpack.unit_of(spec, width)
-    return (
+    return [
+        ("T", dtype),
         ("BITS", spec.bits),
         ("WINDOW", spec.window_bits),
         ("TILE", spec.tile),
@@ -74,7 +78,7 @@ def template(spec: QuantSpec, width: int, dialect: Dialect) -> tuple[tuple[str, 
         ("COPIES", table_copies(dialect, unit.entry_bytes, unit.paired)),
         ("R", ROWS_OF_WARP),
         ("WARPS", WARPS),
-    )
+    ]
 
 
 def expand(weight: PackedWeight, dtype: mx.Dtype, dialect: Dialect) -> mx.array:
@@ -93,7 +97,7 @@ def expand(weight: PackedWeight, dtype: mx.Dtype, dialect: Dialect) -> mx.array:
     (y,) = EXPAND.launch(
         dialect,
         [weight.codes, weight.scales, weight.table],
-        template=[("T", dtype), *template(weight.spec, width, dialect)],
+        template=template(weight.spec, width, dtype, dialect),
         groups=(-(-outputs // (WARPS * ROWS_OF_WARP)), 1),
         threads=32 * WARPS,
         shapes=[(outputs, width)],

@@ -13,11 +13,15 @@ into instructions, not into memory, so what counts is how few a weight takes: ab
 trellis code (half a shift, the byte's offset, a look-up, a multiply-add), about three for a scalar
 code that is looked up in pairs.
 
-With EXPERTS each threadgroup row ``tq_by`` multiplies one activation by one matrix of a stack.
+Three kernels have this body: one for a matrix; one for experts, where each threadgroup row
+``tq_by`` multiplies one activation by one matrix of a stack; and one for the two or three matrices
+that read the same input (q, k and v; gate and up), each with threadgroups of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import mlx.core as mx
@@ -42,7 +46,7 @@ _BODY = (
     + """
   TQ_SHARED(float, partial, PARTIALS);
   const uint part = tq_warp % uint(SPLIT);
-  const uint first = (tq_bx * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
+  const uint first = (block * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
 
   float sum[SUMS];
   TQ_UNROLL for (int i = 0; i < SUMS; ++i) sum[i] = 0.0f;
@@ -160,33 +164,76 @@ _BODY = (
 
 _DENSE = """
   // constant subscripts: CUDA passes shapes by value, and any others cost a chain of selections
-  const uint outputs = uint(codes_shape[0]);
+  const uint outputs = uint(codes_shape[0]), block = tq_bx;
   const int words = codes_shape[1];
   const uint groups = uint(scales_shape[1]);
   const uint matrix = 0u, first_row = 0u, out_row = 0u;
+#define TQ_LEVEL(i) table[i]
 """
 
 # The entries share the activations evenly: entry e reads row e * n / entries.
 _EXPERT = """
-  const uint outputs = uint(codes_shape[1]);
+  const uint outputs = uint(codes_shape[1]), block = tq_bx;
   const int words = codes_shape[2];
   const uint groups = uint(scales_shape[2]);
   const uint matrix = uint(experts[tq_by]) * outputs;
   const uint first_row = tq_by / (uint(experts_shape[0]) / uint(x_shape[0])), out_row = tq_by;
+#define TQ_LEVEL(i) table[i]
 """
 
-MATVEC = Kernel(
-    "turboquant_matvec",
-    ("x", "codes", "scales", "table"),
-    ("y",),
-    _BODY.replace("  TQ_FIND_SIZES\n", _DENSE),
+
+def _joint(count: int) -> str:
+    """Several matrices of one width, each with threadgroups of its own."""
+    lines = [
+        "  constexpr uint EACH = uint(WARPS / SPLIT * R);",
+        "  uint block = tq_bx, which = 0u;",
+        "  uint outputs = uint(codes0_shape[0]);",
+        "  const int words = codes0_shape[1];",
+        "  const uint groups = uint(scales0_shape[1]);",
+        "  TQ_IN(uint) codes = codes0;",
+        "  TQ_IN(S) scales = scales0;",
+        "  TQ_OUT(T) y = y0;",
+    ]
+    for i in range(1, count):
+        lines += [
+            f"  if (which == {i - 1}u && block >= (outputs + EACH - 1u) / EACH) {{",
+            "    block -= (outputs + EACH - 1u) / EACH;",
+            f"    which = {i}u;",
+            f"    outputs = uint(codes{i}_shape[0]);",
+            f"    codes = codes{i};",
+            f"    scales = scales{i};",
+            f"    y = y{i};",
+            "  }",
+        ]
+    level = f"table{count - 1}[i]"
+    for i in reversed(range(count - 1)):
+        level = f"(which == {i}u ? table{i}[i] : {level})"
+    lines += [
+        "  const uint matrix = 0u, first_row = 0u, out_row = 0u;",
+        f"#define TQ_LEVEL(i) {level}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str) -> Kernel:
+    return Kernel(name, inputs, outputs, _BODY.replace("  TQ_FIND_SIZES\n", sizes))
+
+
+MATVEC = _kernel("turboquant_matvec", ("x", "codes", "scales", "table"), ("y",), _DENSE)
+GATHER_MATVEC = _kernel(
+    "turboquant_gather_matvec", ("x", "codes", "scales", "table", "experts"), ("y",), _EXPERT
 )
-GATHER_MATVEC = Kernel(
-    "turboquant_gather_matvec",
-    ("x", "codes", "scales", "table", "experts"),
-    ("y",),
-    _BODY.replace("  TQ_FIND_SIZES\n", _EXPERT),
-)
+JOINT_MATVEC = {
+    count: _kernel(
+        f"turboquant_joint_matvec{count}",
+        ("x", *(f"{name}{i}" for i in range(count) for name in ("codes", "scales", "table"))),
+        tuple(f"y{i}" for i in range(count)),
+        _joint(count),
+    )
+    for count in (2, 3)
+}
+"""By the number of matrices."""
 
 
 def check_width(x: mx.array, width: int) -> None:
@@ -195,25 +242,53 @@ def check_width(x: mx.array, width: int) -> None:
         raise ValueError(f"an activation of shape {x.shape} meets a weight of width {width}")
 
 
-@lru_cache(maxsize=512)
+@dataclass(frozen=True)
+class Plan:
+    """What a launch needs besides arrays and shapes; made once, for a call must be quick."""
+
+    template: list
+    groups: int
+    threads: int
+
+
+@lru_cache(maxsize=1024)
 def plan(
-    spec: QuantSpec, outputs: int, width: int, rows: int, dialect: Dialect, launch: Launch | None
-) -> tuple[tuple[tuple[str, int | bool], ...], Launch]:
-    """Template arguments (but the result's dtype) and launch for ``rows`` activations."""
+    spec: QuantSpec,
+    outputs: tuple[int, ...],
+    width: int,
+    rows: int,
+    dtype: mx.Dtype,
+    dialect: Dialect,
+    launch: Launch | None = None,
+    entries: int = 1,
+) -> Plan:
+    """The launch for ``rows`` activations of ``width`` values.
+
+    Args:
+        spec: of all matrices.
+        outputs: of each matrix.
+        dtype: of the results.
+        launch: how to spread it, default ``selection.matvec_launch``.
+        entries: how many products of this kind there are in the launch.
+    """
     unit = unpack.unit_of(spec, width)
     size = unit.weights
     if rows > 4:
         size = 8  # their activations must fit into registers
-    launch = launch or matvec_launch(dialect, outputs, width, rows, size)
+    if launch is None:
+        launch = matvec_launch(dialect, sum(outputs), width, rows, size, entries)
     span = 1
     if rows == 1 and spec.group_size % (32 * size) == 0:
         span = spec.group_size // (32 * size)
-    template = (
+    log8 = spec.scale_layout == "log8"
+    template = [
+        ("T", dtype),
+        ("S", mx.uint8 if log8 else mx.float16),
         ("BITS", spec.bits),
         ("WINDOW", spec.window_bits),
         ("TILE", spec.tile),
         ("GROUP", spec.group_size),
-        ("LOG8", spec.scale_layout == "log8"),
+        ("LOG8", log8),
         ("UNIT", size),
         ("COPIES", table_copies(dialect, unit.entry_bytes, unit.paired)),
         ("ROWS", rows),
@@ -221,8 +296,9 @@ def plan(
         ("SPLIT", launch.split),
         ("SPAN", span),
         ("WARPS", launch.warps),
-    )
-    return template, launch
+    ]
+    each = launch.outputs * launch.warps // launch.split
+    return Plan(template, sum(-(-n // each) for n in outputs), 32 * launch.warps)
 
 
 def matvec(
@@ -247,19 +323,64 @@ def matvec(
     """
     outputs, width = weight.shape
     check_width(x, width)
-    rows = x.size // width
-    template, launch = plan(weight.spec, outputs, width, rows, dialect, launch)
-    per_group = launch.outputs * launch.warps // launch.split
+    dtype = dtype or x.dtype
+    made = plan(weight.spec, (outputs,), width, x.size // width, dtype, dialect, launch)
     (y,) = MATVEC.launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table],
-        template=[("T", dtype or x.dtype), *template],
-        groups=(-(-outputs // per_group), 1),
-        threads=32 * launch.warps,
+        template=made.template,
+        groups=(made.groups, 1),
+        threads=made.threads,
         shapes=[(*x.shape[:-1], outputs)],
-        dtypes=[dtype or x.dtype],
+        dtypes=[dtype],
     )
     return y
+
+
+def why_not_jointly(weights: Sequence[PackedWeight]) -> str:
+    """What keeps these weights, which read one input, from one launch; "" if nothing does."""
+    first = weights[0]
+    if len(weights) not in JOINT_MATVEC:
+        return f"{len(weights)} weights"
+    for weight in weights:
+        if weight.spec != first.spec or weight.shape[1:] != first.shape[1:]:
+            return "weights of different kinds"
+        if min(weight.codes.size, weight.scales.size) < 8:
+            return "a weight too small to be pointed to"
+    return unpack.why_no_kernel(first)
+
+
+def joint_matvec(
+    x: mx.array, weights: Sequence[PackedWeight], dialect: Dialect, *, launch: Launch | None = None
+) -> list[mx.array]:
+    """``x W'^T`` for two or three weights that read the same input, in one launch; no QJL.
+
+    Args:
+        x: [..., I] in the stored domain, at most eight activations.
+        weights: packed (O_i, I) that ``why_not_jointly`` has nothing against.
+        dialect: of the kernel.
+        launch: how to spread it, default ``selection.matvec_launch``.
+
+    Returns:
+        [..., O_i] of each in the dtype of ``x``, lazy.
+    """
+    width = weights[0].shape[-1]
+    check_width(x, width)
+    outputs = tuple(weight.shape[0] for weight in weights)
+    made = plan(weights[0].spec, outputs, width, x.size // width, x.dtype, dialect, launch)
+    inputs = [x]
+    for weight in weights:
+        inputs += (weight.codes, weight.scales, weight.table)
+    lead = x.shape[:-1]
+    return JOINT_MATVEC[len(weights)].launch(
+        dialect,
+        inputs,
+        template=made.template,
+        groups=(made.groups, 1),
+        threads=made.threads,
+        shapes=[(*lead, n) for n in outputs],
+        dtypes=[x.dtype] * len(outputs),
+    )
 
 
 def gather_matvec(
@@ -290,18 +411,15 @@ def gather_matvec(
     _, outputs, width = weight.shape
     check_width(x, width)
     entries = experts.size
-    if launch is None:
-        # the entries fill the GPU together
-        launch = matvec_launch(dialect, outputs, width, 1, 16, copies=entries)
-    template, launch = plan(weight.spec, outputs, width, 1, dialect, launch)
-    per_group = launch.outputs * launch.warps // launch.split
+    dtype = dtype or x.dtype
+    made = plan(weight.spec, (outputs,), width, 1, dtype, dialect, launch, entries)
     (y,) = GATHER_MATVEC.launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table, experts],
-        template=[("T", dtype or x.dtype), *template],
-        groups=(-(-outputs // per_group), entries),
-        threads=32 * launch.warps,
+        template=made.template,
+        groups=(made.groups, entries),
+        threads=made.threads,
         shapes=[(entries, outputs)],
-        dtypes=[dtype or x.dtype],
+        dtypes=[dtype],
     )
     return y

@@ -133,6 +133,21 @@ def rotated_input(group: Group, x: mx.array, *, gradients: bool = False) -> mx.a
     )
 
 
+@lru_cache(maxsize=64)
+def _template(block: int, dtype: mx.Dtype) -> tuple[int, list]:
+    power = block // 12 if block % 12 == 0 else block
+    threads = max(32, min(256, block // 4 // 32 * 32))
+    template = [
+        ("Y", dtype),
+        ("BLOCK", block),
+        ("POWER", power),
+        ("THREADS", threads),
+        # 1 / sqrt(n) times 2**24: template arguments are integers
+        ("NORM", round(2**24 / math.sqrt(block))),
+    ]
+    return threads, template
+
+
 def rotate_few(x: mx.array, block: int, multiplier: mx.array, dialect: Dialect) -> mx.array:
     """``rotate`` in one launch.
 
@@ -147,16 +162,7 @@ def rotate_few(x: mx.array, block: int, multiplier: mx.array, dialect: Dialect) 
     """
     (width,) = multiplier.shape
     check_width(x, width)
-    power = block // 12 if block % 12 == 0 else block
-    threads = max(32, min(256, block // 4 // 32 * 32))
-    template = [
-        ("Y", x.dtype),
-        ("BLOCK", block),
-        ("POWER", power),
-        ("THREADS", threads),
-        # 1 / sqrt(n) times 2**24: template arguments are integers
-        ("NORM", round(2**24 / math.sqrt(block))),
-    ]
+    threads, template = _template(block, x.dtype)
     (y,) = ROTATE.launch(
         dialect,
         [x, multiplier],

@@ -36,15 +36,16 @@ CONSTANTS = """
   constexpr int REACH = 3 / STRIDE + 1;       // windows in the bytes of one word
 """
 
+# TQ_LEVEL(i): entry i of the table of levels.
 FILL_TABLE = """
   TQ_SHARED(float, lut, ENTRIES * PER_ENTRY * COPIES);
   for (uint i = tq_tid; i < uint(ENTRIES * COPIES); i += uint(WARPS * 32)) {
     const uint entry = i / uint(COPIES);
     if (PER_ENTRY == 2) {
-      lut[2u * i] = float(table[entry & ((1u << BITS) - 1u)]);
-      lut[2u * i + 1u] = float(table[entry >> BITS]);
+      lut[2u * i] = TQ_LEVEL(entry & ((1u << BITS) - 1u));
+      lut[2u * i + 1u] = TQ_LEVEL(entry >> BITS);
     } else {
-      lut[i] = float(table[entry]);
+      lut[i] = TQ_LEVEL(entry);
     }
   }
   TQ_SYNC();

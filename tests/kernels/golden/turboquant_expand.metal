@@ -1,6 +1,8 @@
 
 #define TQ_UNROLL MLX_MTL_PRAGMA_UNROLL
 #define TQ_SHARED(T, name, count) threadgroup T name[count]
+#define TQ_IN(T) const device T*
+#define TQ_OUT(T) device T*
 #define TQ_SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define TQ_SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define TQ_FUNNEL(low, high, shift) \
@@ -58,15 +60,16 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   const uint groups = uint(scales_shape[1]);
   const uint width = groups * uint(GROUP);
   const uint units = width / uint(UNIT);
+#define TQ_LEVEL(i) table[i]
 
   TQ_SHARED(float, lut, ENTRIES * PER_ENTRY * COPIES);
   for (uint i = tq_tid; i < uint(ENTRIES * COPIES); i += uint(WARPS * 32)) {
     const uint entry = i / uint(COPIES);
     if (PER_ENTRY == 2) {
-      lut[2u * i] = float(table[entry & ((1u << BITS) - 1u)]);
-      lut[2u * i + 1u] = float(table[entry >> BITS]);
+      lut[2u * i] = TQ_LEVEL(entry & ((1u << BITS) - 1u));
+      lut[2u * i + 1u] = TQ_LEVEL(entry >> BITS);
     } else {
-      lut[i] = float(table[entry]);
+      lut[i] = TQ_LEVEL(entry);
     }
   }
   TQ_SYNC();

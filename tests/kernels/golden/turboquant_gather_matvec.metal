@@ -1,6 +1,8 @@
 
 #define TQ_UNROLL MLX_MTL_PRAGMA_UNROLL
 #define TQ_SHARED(T, name, count) threadgroup T name[count]
+#define TQ_IN(T) const device T*
+#define TQ_OUT(T) device T*
 #define TQ_SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define TQ_SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define TQ_FUNNEL(low, high, shift) \
@@ -19,8 +21,8 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
-[[kernel]] void custom_kernel_turboquant_gather_matvec__float16_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
+template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
+[[kernel]] void custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
   const device float16_t* x [[buffer(0)]],
   const constant int* x_shape [[buffer(1)]],
   const device uint32_t* codes [[buffer(2)]],
@@ -61,11 +63,12 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   constexpr int SUMS = M * R;
   constexpr int PARTIALS = SPLIT > 1 ? WARPS * SUMS : 1;
 
-  const uint outputs = uint(codes_shape[1]);
+  const uint outputs = uint(codes_shape[1]), block = tq_bx;
   const int words = codes_shape[2];
   const uint groups = uint(scales_shape[2]);
   const uint matrix = uint(experts[tq_by]) * outputs;
   const uint first_row = tq_by / (uint(experts_shape[0]) / uint(x_shape[0])), out_row = tq_by;
+#define TQ_LEVEL(i) table[i]
   const uint width = groups * uint(GROUP);
   const uint units = width / uint(UNIT);
 
@@ -73,10 +76,10 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   for (uint i = tq_tid; i < uint(ENTRIES * COPIES); i += uint(WARPS * 32)) {
     const uint entry = i / uint(COPIES);
     if (PER_ENTRY == 2) {
-      lut[2u * i] = float(table[entry & ((1u << BITS) - 1u)]);
-      lut[2u * i + 1u] = float(table[entry >> BITS]);
+      lut[2u * i] = TQ_LEVEL(entry & ((1u << BITS) - 1u));
+      lut[2u * i + 1u] = TQ_LEVEL(entry >> BITS);
     } else {
-      lut[i] = float(table[entry]);
+      lut[i] = TQ_LEVEL(entry);
     }
   }
   TQ_SYNC();
@@ -84,7 +87,7 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
 
   TQ_SHARED(float, partial, PARTIALS);
   const uint part = tq_warp % uint(SPLIT);
-  const uint first = (tq_bx * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
+  const uint first = (block * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
 
   float sum[SUMS];
   TQ_UNROLL for (int i = 0; i < SUMS; ++i) sum[i] = 0.0f;
@@ -255,4 +258,4 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
 
 }
 
-template [[host_name("custom_kernel_turboquant_gather_matvec__float16_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec__float16_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>) custom_kernel_turboquant_gather_matvec__float16_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>;
+template [[host_name("custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>) custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>;

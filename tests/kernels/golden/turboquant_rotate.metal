@@ -1,6 +1,8 @@
 
 #define TQ_UNROLL MLX_MTL_PRAGMA_UNROLL
 #define TQ_SHARED(T, name, count) threadgroup T name[count]
+#define TQ_IN(T) const device T*
+#define TQ_OUT(T) device T*
 #define TQ_SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define TQ_SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define TQ_FUNNEL(low, high, shift) \
