@@ -228,9 +228,7 @@ def test_cpu_expand_auto_is_fine_on_a_gpu():
     command._check_cpu_expand("auto")
 
 
-@pytest.mark.parametrize(
-    "options", [["--kv-bits", "4"], ["--kv-k-bits", "8", "--kv-v-bits", "3"], ["--ngram-offload"]]
-)
+@pytest.mark.parametrize("options", [["--ngram-offload"]])
 def test_unavailable_options_end_with_2_before_anything_is_loaded(answer, options):
     result = answer([END], *options)
     assert (result.code, result.out, result.loads) == (2, "", [])

@@ -89,17 +89,7 @@ def test_model_is_required(capsys):
     assert "--model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--kv-bits", "4"],
-        ["--kv-k-bits", "8"],
-        ["--kv-v-bits", "3"],
-        ["--kv-min-tokens", "0"],
-        ["--kv-group-size", "64"],
-        ["--ngram-offload"],
-    ],
-)
+@pytest.mark.parametrize("options", [["--ngram-offload"]])
 def test_options_without_machinery_are_refused_with_the_reason(options):
     with pytest.raises(OptionError, match=f"{options[0]} is not available yet") as refusal:
         parser.refuse_unavailable(parse(*options))

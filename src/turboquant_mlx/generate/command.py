@@ -17,6 +17,8 @@ from typing import Any, TextIO
 
 from .. import cli
 from ..errors import CheckpointError, OptionError
+from ..kvcache.options import kv_options
+from ..kvcache.spec import KVSpec, is_quantization_aware, resolve
 from . import parser
 from .chat import encode_prompt, read_prompt
 from .defaults import read_generation_config, resolve_sampling
@@ -96,6 +98,7 @@ def _command(argv: Sequence[str] | None) -> int:
     args = parser.build_parser().parse_args(argv)
     parser.refuse_unavailable(args)
     parser.refuse_contradictions(args)
+    kv_spec = resolve(kv_options(args))
     prompt = read_prompt(args.prompt, sys.stdin)
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
@@ -103,11 +106,11 @@ def _command(argv: Sequence[str] | None) -> int:
         out.reconfigure(errors="replace")
     # Libraries print (mlx-lm its memory warning, model code anything): not into the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        _answer(args, prompt, out)
+        _answer(args, kv_spec, prompt, out)
     return cli.EXIT_OK
 
 
-def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: TextIO) -> None:
     _check_cpu_expand(args.cpu_expand)
     loaded = load_model(
         args.model, trust_remote_code=args.trust_remote_code, cpu_expand=args.cpu_expand
@@ -131,6 +134,7 @@ def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
     for notice in sampling.notices + encoded.notices:
         cli.notice(notice)
     _apply_model_options(args, loaded.model)
+    prompt_cache = _prompt_cache(loaded.model, kv_spec, args.model)
 
     import mlx.core as mx
     from mlx_lm import stream_generate
@@ -152,6 +156,7 @@ def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
             end_ids=end_ids,
             think_end=None if args.multi_think else processors.think_end_id(tokenizer),
         ),
+        prompt_cache=prompt_cache,
     )
     try:
         with contextlib.closing(responses):
@@ -161,8 +166,52 @@ def _answer(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
             print(f"sampling: {sampling.describe()}", file=sys.stderr)
             for line in statistics.lines(mlx_peak_bytes(), process_peak_bytes()):
                 print(line, file=sys.stderr)
+            _report_cache(prompt_cache, kv_spec)
     if statistics.finish_reason == "stop" and statistics.generated_tokens == 1:
         cli.notice("the model ended at once; --min-tokens 1 makes it write something")
+
+
+def _prompt_cache(model: Any, spec: KVSpec | None, name: str) -> list[Any]:
+    """The model's caches, packed where ``spec`` asks for it.
+
+    Raises:
+        OptionError: none of this model's caches can be packed.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..kvcache.install import CacheReport, pack_prompt_cache, qat_message
+
+    caches = make_prompt_cache(model)
+    if spec is None:
+        return caches
+    if is_quantization_aware(name):
+        cli.notice(qat_message(name))
+        return caches
+    pack_prompt_cache(caches, spec)
+    report = CacheReport.of(caches)
+    if not report.packed:
+        kinds = ", ".join(sorted(report.left))
+        raise OptionError(
+            f"the key-value cache of this model cannot be packed: its layers have {kinds}",
+            hint="run it without --kv-bits (and without the variable KV_BITS)",
+        )
+    left = report.left_alone()
+    if left:
+        cli.notice(left)
+    return caches
+
+
+def _report_cache(prompt_cache: list[Any], spec: KVSpec | None) -> None:
+    """Say what the cache really cost, and if it came to nothing that was asked for."""
+    from ..kvcache.install import CacheReport
+
+    report = CacheReport.of(prompt_cache)
+    if report.held:
+        print(report.describe(), file=sys.stderr)
+    if spec is not None and report.packed and not report.frozen:
+        cli.notice(
+            f"nothing was packed: a sequence is packed when it has {spec.warm_tokens} tokens"
+        )
 
 
 def _numbers_only(responses: Iterable[Any], folder: Path) -> Iterable[Any]:

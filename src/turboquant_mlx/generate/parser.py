@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..cli import CommandParser
 from ..errors import OptionError
+from ..kvcache.options import add_kv_options
 
 DEFAULT_MAX_TOKENS = 200
 DEFAULT_TEMP = 0.7
@@ -33,13 +34,7 @@ option overrides them; its temperature is not: --temp has its own default.
 """
 
 # Options whose machinery is still missing, as (attribute, flag, what to do instead).
-_KEEP_KV = "leave it out: the key-value cache then stays in the model's own precision"
 UNAVAILABLE = (
-    ("kv_bits", "--kv-bits", _KEEP_KV),
-    ("kv_k_bits", "--kv-k-bits", _KEEP_KV),
-    ("kv_v_bits", "--kv-v-bits", _KEEP_KV),
-    ("kv_min_tokens", "--kv-min-tokens", _KEEP_KV),
-    ("kv_group_size", "--kv-group-size", _KEEP_KV),
     ("ngram_offload", "--ngram-offload", "leave it out: the table is then kept in memory"),
 )
 
@@ -73,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling_options(parser)
     _add_thinking_and_stop_options(parser)
     _add_model_options(parser)
+    add_kv_options(parser)
     _add_unavailable_options(parser)
     return parser
 
@@ -209,15 +205,6 @@ def _add_unavailable_options(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="Serve an n-gram embedding table from files instead of GPU memory",
-    )
-    group.add_argument("--kv-bits", type=_number(), help="Bits of the key-value cache")
-    group.add_argument("--kv-k-bits", type=_number(), help="Bits of cached keys")
-    group.add_argument("--kv-v-bits", type=_number(), help="Bits of cached values")
-    group.add_argument(
-        "--kv-min-tokens", type=_integer(), help="Keep this many first tokens unquantized"
-    )
-    group.add_argument(
-        "--kv-group-size", type=_integer(at_least=1), help="Rotation group of the cache"
     )
 
 
