@@ -63,7 +63,6 @@ ROWS_OF_WARP = 4
 
 
 @lru_cache(maxsize=256)
-@lru_cache(maxsize=256)
 def template(spec: QuantSpec, width: int, dtype: mx.Dtype, dialect: Dialect) -> list:
     """Template arguments of the kernel."""
     unit = unpack.unit_of(spec, width)
