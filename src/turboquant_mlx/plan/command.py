@@ -14,10 +14,12 @@ from typing import Any
 from .. import cli
 from ..errors import OptionError, TurboQuantError
 from ..kvcache.spec import KVSpec
+from .headers import ModelFiles, open_model
 from .machine import GB, Machine, detect
 from .options import add_shared_options, machine_of, request_of
 from .projection import Plan, Request, plan_model
 from .report import error_dict, plan_dict, plan_text
+from .weights import weigh
 
 _DESCRIPTION = """\
 Say whether a model fits a machine, and how to run it, from headers and small files alone.
@@ -86,8 +88,6 @@ def make_plan(
     Raises:
         TurboQuantError: no such model, damaged files, bad values.
     """
-    from .headers import open_model
-
     request = Request(context, kv, prefill_step_size)
     return plan_model(open_model(model), machine or detect(), request)
 
@@ -111,8 +111,6 @@ def exit_code(error: TurboQuantError) -> int:
 
 
 def _plan(args: Any) -> Plan:
-    from .headers import open_model
-
     request = request_of(args)
     machine = machine_of(args)
     model = open_model(args.model)
@@ -128,6 +126,7 @@ def _plan(args: Any) -> Plan:
             "options": options.to_dict(),
             "source_bytes": model.weight_bytes,
             "weight_bytes": conversion.weight_bytes,
+            "mtp_bytes": conversion.mtp_bytes,
             "exact": True,
             "notices": list(conversion.notices),
         }
@@ -140,10 +139,10 @@ def _plan(args: Any) -> Plan:
     return replace(plan, extras=extras)
 
 
-def _table(source: Any, plan: Plan) -> list[dict[str, Any]]:
+def _table(source: ModelFiles, plan: Plan) -> list[dict[str, Any]]:
     """Weights by caches: the model as it is, and a 16-bit source at each width."""
     models = [(plan.weights.precision, plan.model)]
-    if plan.weights.quantization is None:
+    if weigh(source).quantization is None:
         from .conversion import convert_projection, parse_options
 
         for bits in _WEIGHT_BITS:

@@ -48,6 +48,7 @@ class Conversion:
         text: the same as the user wrote it.
         tensors: name -> type and shape, places as in one file.
         config: what the result's config.json would hold.
+        mtp_bytes: bytes of a kept multi-token-prediction head, a file of its own beside these.
         notices: what the converter would say.
     """
 
@@ -55,6 +56,7 @@ class Conversion:
     text: str
     tensors: dict[str, TensorInfo]
     config: dict[str, Any]
+    mtp_bytes: int
     notices: tuple[str, ...]
 
     @property
@@ -170,6 +172,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
         text=text,
         tensors=tensors,
         config={**loaded, **_entries(job, options)},
+        mtp_bytes=sum(folder.tensors[name].nbytes for name in job.mtp),
         notices=(*plan.notices, *plan.warnings),
     )
 

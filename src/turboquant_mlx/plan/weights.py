@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import predecessor
 from ..checkpoint.headers import DTYPE_BITS, TensorInfo
 from ..checkpoint.schema import Manifest, expected_tensors, has_manifest
 from ..convert.roles import layer_of, role_of
@@ -137,7 +136,11 @@ def read_manifest(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
         manifest = Manifest.from_config(config)
         check_tensors(manifest, tensors)
         return manifest
-    if predecessor.is_predecessor(config):
+    blocks = (config.get(key) for key in ("quantization", "quantization_config"))
+    if any(isinstance(block, Mapping) and block.get("mode") == "turboquant" for block in blocks):
+        # late: it imports numpy, which takes as long as everything else here together
+        from ..checkpoint import predecessor
+
         return predecessor.manifest_from_headers(config, tensors)
     return None
 
@@ -174,11 +177,12 @@ def _loaded_sizes(model: ModelFiles, manifest: Manifest | None) -> tuple[dict[st
 
 
 def _repacked_sizes(sizes: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
+    from ..checkpoint.predecessor import SPECULATOR_PREFIX
+
     result = {
         name: size
         for name, size in sizes.items()
-        if _module(name) not in manifest.modules
-        and not name.startswith(predecessor.SPECULATOR_PREFIX)
+        if _module(name) not in manifest.modules and not name.startswith(SPECULATOR_PREFIX)
     }
     for path, entry in manifest.modules.items():
         for suffix, spec in expected_tensors(entry).items():
