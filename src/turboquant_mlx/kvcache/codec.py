@@ -11,7 +11,7 @@ rounded vector is nearest, error measured after rounding. With 64 or 128 values 
 that is worth a quarter of the error at 4 bits.
 
 The same bits come out however many tokens are coded at once, and on NumPy as on MLX's CPU: the
-transform and all sums are additions in a fixed order (halves are added, ``_fold``). Coding works
+transform and all sums are additions in a fixed order (halves are added, ``fold``). Coding works
 through pieces of ``PIECE`` values, so its workspace does not grow with the input.
 
 The scheme "uniform" is MLX's own affine quantization (``mx.quantize``), not rotated, for
@@ -95,7 +95,7 @@ def decode_scale(scales: Array) -> Array:
     return bits.view(xp.float32) * (wide > 0)
 
 
-def _fold(x: Array, axis: int) -> Array:
+def fold(x: Array, axis: int) -> Array:
     """Sum over an axis by adding its halves until one is left, whatever else the shape is."""
     n = x.shape[axis]
     head = (slice(None),) * axis
@@ -123,7 +123,7 @@ def _search(y: Array, bits: int) -> tuple[Array, Array]:
     xp: Any = np if on_numpy else mx
     codes, levels, span = _grid(bits)
     group = y.shape[1]
-    mean_square = _fold(y * y, 1)[:, 0] * xp.array(1.0 / group, dtype=xp.float32)
+    mean_square = fold(y * y, 1)[:, 0] * xp.array(1.0 / group, dtype=xp.float32)
     rms = xp.sqrt(mean_square)
     nearest = (rms.view(xp.uint32) + xp.array(1 << 19, dtype=xp.uint32)) >> xp.array(
         20, dtype=xp.uint32
@@ -136,7 +136,7 @@ def _search(y: Array, bits: int) -> tuple[Array, Array]:
     scaled = y[None] * inverse[:, :, None]
     cell = _cell(xp, scaled, span)
     away = scaled - (levels.take(cell) if on_numpy else mx.take(mx.array(levels), cell))
-    error = _fold(away * away, 2)[:, :, 0] * (scale * scale)
+    error = fold(away * away, 2)[:, :, 0] * (scale * scale)
     best = error.argmin(axis=0) if on_numpy else mx.argmin(error, axis=0)
     chosen = xp.take_along_axis(trials, best[None].astype(xp.int32), axis=0)[0]
     exact_zero = rms == 0
@@ -214,17 +214,7 @@ class SideCodec:
             (codes uint32 [B, H, T, words], scales uint8 [B, H, T, width / group]); the uniform
             scheme has scales and biases in x's dtype instead.
         """
-        if not self.rotated:
-            return tuple(mx.quantize(x, group_size=self.group, bits=self.bits))
-        on_cpu = dispatch.backend() == "cpu"
-        sources = [x] if shift is None else [x, shift]
-        # NumPy has no bfloat16; widening to float32 comes piece by piece
-        readable = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in sources]
-        if on_cpu and not dispatch.is_traced(*readable):
-            plain = [np.array(a, copy=False) for a in readable]
-            codes, scales = self._encode_numpy(plain[0], plain[1] if shift is not None else None)
-            return mx.array(codes), mx.array(scales)
-        return self._encode_mlx(x, shift)
+        return encode_sides([(self, x, shift)])[0]
 
     def _encode_numpy(self, x: np.ndarray, shift: np.ndarray | None) -> tuple[Array, Array]:
         batch, heads, tokens, width = x.shape
@@ -310,6 +300,31 @@ class SideCodec:
         if isinstance(y, np.ndarray):
             return y @ rotation_matrix(self.width, self.side)
         return unrotate(y, rotation_block(self.width), signs(self.width, self.side))
+
+
+def encode_sides(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> list[Parts]:
+    """``SideCodec.encode`` of several sides, with one evaluation for all on a CPU."""
+    readable: list[tuple[mx.array, ...]] = []
+    on_cpu = dispatch.backend() == "cpu"
+    if on_cpu:
+        # NumPy has no bfloat16; widening to float32 comes later, piece by piece
+        for codec, *arrays in sides:
+            given = [a for a in arrays if a is not None] if codec.rotated else []
+            readable.append(
+                tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in given)
+            )
+        on_cpu = not dispatch.is_traced(*(a for some in readable for a in some))
+    out: list[Parts] = []
+    for i, (codec, x, shift) in enumerate(sides):
+        if not codec.rotated:
+            out.append(tuple(mx.quantize(x, group_size=codec.group, bits=codec.bits)))
+        elif on_cpu:
+            plain = [np.array(a, copy=False) for a in readable[i]]
+            codes, scales = codec._encode_numpy(plain[0], plain[1] if len(plain) > 1 else None)
+            out.append((mx.array(codes), mx.array(scales)))
+        else:
+            out.append(codec._encode_mlx(x, shift))
+    return out
 
 
 @cache

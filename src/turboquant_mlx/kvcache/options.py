@@ -16,9 +16,9 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
     variable's value stands where a flag was not given."""
     group = parser.add_argument_group(
         "key-value cache",
-        "Keep the keys and values of past tokens in fewer bits, packed. Environment variables "
-        "stand in for flags that are not given: KV_BITS, KV_KEY_BITS, KV_VALUE_BITS, "
-        "KV_QUANT_SCHEME, KV_KEY_SCHEME, KV_VALUE_SCHEME, KV_GROUP_SIZE, QUANTIZED_KV_START.",
+        "Keep keys and values of past tokens in fewer bits, packed. Variables stand in for flags\n"
+        "that are not given: KV_BITS, KV_KEY_BITS, KV_VALUE_BITS, KV_QUANT_SCHEME, KV_KEY_SCHEME,\n"
+        "KV_VALUE_SCHEME, KV_GROUP_SIZE, QUANTIZED_KV_START.",
     )
     group.add_argument(
         "--kv-bits",

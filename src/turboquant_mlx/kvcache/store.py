@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import OptionError
-from .codec import Parts, SideCodec, _fold
+from .codec import Parts, SideCodec, encode_sides, fold
 from .spec import MEAN_TOKENS, KVSpec
 
 STEP = 16
@@ -219,7 +219,7 @@ class PackedStore:
         if self.shift is not None:
             first = self.spec.min_tokens
             some = self.raw_keys[r, :, first : first + MEAN_TOKENS].astype(mx.float32)
-            mean = _fold(some, 1) * (1.0 / MEAN_TOKENS)
+            mean = fold(some, 1) * (1.0 / MEAN_TOKENS)
             self.shift[r] = mean.astype(self.dtype)
         self.frozen[r] = True
 
@@ -228,11 +228,9 @@ class PackedStore:
     ) -> None:
         shift = None if self.shift is None else self.shift[rows]
         end = column + keys.shape[2]
-        for codec, parts, x, s in (
-            (self.key_codec, self.keys, keys, shift),
-            (self.value_codec, self.values, values, None),
-        ):
-            for held, new in zip(parts, codec.encode(x, s), strict=True):
+        coded = encode_sides([(self.key_codec, keys, shift), (self.value_codec, values, None)])
+        for parts, new_parts in zip((self.keys, self.values), coded, strict=True):
+            for held, new in zip(parts, new_parts, strict=True):
                 held[rows, :, column:end] = new
 
     def _pack_held(self, r: int, until: int) -> None:
