@@ -35,6 +35,8 @@ __all__ = [
 
 STEP = 256
 """Tokens by which mlx-lm's caches grow."""
+PACKED_STEP = 16
+"""Tokens by which packed caches grow at least."""
 
 # Keys of the part of a config that describes the language model, in models that do more than text.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language_model_config", "lm_config")
@@ -92,16 +94,17 @@ class Geometry:
     ) -> dict[str, int]:
         """The same by kind of piece: "full", "window", "chunked", "latent", "index", "state"."""
         result: dict[str, int] = {}
-        packed = self._packed(kv)
-        for number, piece in enumerate(self.pieces()):
-            spec = kv if number in packed else None
-            size = piece_bytes(piece, context, spec, element_bytes)
-            result[piece.kind] = result.get(piece.kind, 0) + size
+        last = len(self.layers) - (kv.protect_last if kv else 0)
+        for number, layer in enumerate(self.layers):
+            free = kv is not None and kv.protect_first <= number < last
+            for piece in layer:
+                size = piece_bytes(piece, context, kv if free else None, element_bytes)
+                result[piece.kind] = result.get(piece.kind, 0) + size
         return result
 
     def bytes_per_token(self, kv: KVSpec | None = None, element_bytes: int = 2) -> float:
         """Bytes that each further token adds, once windows are full and the first tokens past."""
-        far = 1 << 22  # a multiple of STEP, beyond every window
+        far = 1 << 26  # a multiple of STEP, beyond every window and start
         steps = 16 * STEP
         more = self.nbytes(far + steps, kv, element_bytes) - self.nbytes(far, kv, element_bytes)
         return more / steps
@@ -115,38 +118,48 @@ class Geometry:
         return sum(piece.kind == kind for piece in self.pieces())
 
     def packed(self, kv: KVSpec | None) -> int:
-        """Number of pieces that TurboQuant packs: plain caches of all keys and values, without
-        the protected ones."""
-        return len(self._packed(kv))
-
-    def _packed(self, kv: KVSpec | None) -> frozenset[int]:
+        """Number of pieces that TurboQuant packs: what grows with every token, without windows,
+        chunks and the protected layers."""
         if kv is None:
-            return frozenset()
-        numbers = [n for n, piece in enumerate(self.pieces()) if is_packable(piece)]
-        return frozenset(numbers[kv.protect_first : len(numbers) - kv.protect_last])
+            return 0
+        last = len(self.layers) - kv.protect_last
+        layers = self.layers[kv.protect_first : max(last, 0)]
+        return sum(is_packable(piece) for layer in layers for piece in layer)
 
 
 def is_packable(piece: Piece) -> bool:
     """Whether TurboQuant replaces this cache; the others stay as the model makes them."""
-    return isinstance(piece, Attention) and piece.kind == "full"
+    return isinstance(piece, Attention) and piece.window is None
 
 
 def piece_bytes(piece: Piece, context: int, kv: KVSpec | None, element_bytes: int) -> int:
     """Bytes of one cache with ``context`` tokens in it, packed if there is a ``kv``.
+
+    A packed cache has columns for all tokens and a sixteenth to spare, keeps the first tokens in
+    16 bits beside them, and one mean key per head.
 
     Raises:
         OptionError: the group size of ``kv`` does not divide the heads.
     """
     if isinstance(piece, State):
         return piece.values * element_bytes + piece.floats * 4 + piece.raw_bytes
-    tokens = _capacity(piece, context)
     per_token = piece.heads * (piece.key_dim + piece.value_dim) * element_bytes
-    if kv is None or context <= kv.warm_tokens:
-        return tokens * per_token
+    if kv is None or not is_packable(piece):
+        return _capacity(piece, context) * per_token
+    if context < kv.warm_tokens:
+        return packed_capacity(context) * per_token
     packed = packed_kv_bytes(
-        round_up(context - kv.min_tokens), piece.heads, piece.key_dim, piece.value_dim, kv
+        packed_capacity(context), piece.heads, piece.key_dim, piece.value_dim, kv
     )
-    return packed + kv.min_tokens * per_token
+    mean = piece.heads * piece.key_dim * element_bytes if kv.key_scheme == "turboquant" else 0
+    return packed + kv.min_tokens * per_token + mean
+
+
+def packed_capacity(tokens: int) -> int:
+    """Columns of a packed cache that holds so many tokens, all but the last from the prompt
+    (``store.grown``)."""
+    prompt = tokens - 1
+    return prompt + max(PACKED_STEP, prompt // 16) if prompt > 0 else tokens * (1 + PACKED_STEP)
 
 
 def _capacity(piece: Attention, context: int) -> int:
