@@ -24,8 +24,8 @@ from turboquant_mlx.quant.weight import PackedWeight, dequantize_numpy
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 
 # Relative error of a whole result. float32: other orders of at most some thousand additions, and
-# 2**x to a few units in the last place. Else half a unit in the last place of the result's dtype
-# for each element, at the worst.
+# 2**x to a few units in the last place. Else the worst rounding of a single element; the roundings
+# of results (and of levels, where matrix units multiply) come to half of it together.
 BOUNDS = {mx.float32: 2e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 
 
@@ -82,6 +82,21 @@ def assert_close(got: mx.array, expected: np.ndarray, dtype: mx.Dtype) -> None:
     assert got.shape == expected.shape
     distance = np.linalg.norm(as_double(got) - expected)
     assert distance <= BOUNDS[dtype] * np.linalg.norm(expected)
+
+
+def assert_product(got: mx.array, x: mx.array, weight: PackedWeight, use_qjl: bool = True) -> None:
+    """That ``got`` is ``x W'^T``, in the dtype of ``x``.
+
+    Where products happen to cancel, the error is measured by what independent numbers of these
+    sizes would give.
+    """
+    matrix, values = dense(weight, use_qjl), as_double(x)
+    expected = values @ matrix.T
+    assert got.dtype == x.dtype
+    assert got.shape == expected.shape
+    typical = np.linalg.norm(matrix) * np.linalg.norm(values) / matrix.shape[-1] ** 0.5
+    distance = np.linalg.norm(as_double(got) - expected)
+    assert distance <= BOUNDS[x.dtype] * max(typical, np.linalg.norm(expected))
 
 
 def all_pairs(**axes: list) -> Iterator[dict]:
@@ -164,6 +179,15 @@ _CUDA_IN_METAL = """
 typedef half __half;
 typedef bfloat __nv_bfloat16;
 struct __half2 { half x, y; };
+struct __nv_bfloat162 { bfloat x, y; };
+inline __half2 __floats2half2_rn(float x, float y) { return __half2{half(x), half(y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return __nv_bfloat162{bfloat(x), bfloat(y)};
+}
+inline uint __float_as_uint(float x) { return as_type<uint>(x); }
+inline float fabsf(float x) { return abs(x); }
+inline float fmaxf(float x, float y) { return max(x, y); }
+inline uint __byte_perm(uint a, uint b, uint) { return (a & 0xffffu) | (b << 16); }  // 0x5410
 inline float2 __half22float2(__half2 v) { return float2(float(v.x), float(v.y)); }
 inline float2 make_float2(float x, float y) { return float2(x, y); }
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
@@ -176,6 +200,35 @@ inline uint __dp4a(uint a, uint b, uint c) {
   for (int i = 0; i < 32; i += 8) c += ((a >> i) & 255u) * ((b >> i) & 255u);
   return c;
 }
+// The matrix units' product, by its definition: lanes hold pairs of a row of a, of a column of b.
+inline float pair_product(const char* type, uint a, uint b) {
+  if (type[0] == 'b') {
+    const bfloat2 p = as_type<bfloat2>(a), q = as_type<bfloat2>(b);
+    return float(p.x) * float(q.x) + float(p.y) * float(q.y);
+  }
+  const half2 p = as_type<half2>(a), q = as_type<half2>(b);
+  return float(p.x) * float(q.x) + float(p.y) * float(q.y);
+}
+inline void tensor_product(const char* type, uint lane, float* sums, const uint* a, const uint* b) {
+  for (uint q = 0; q < 4; ++q) {
+    for (uint half_of = 0; half_of < 2; ++half_of) {
+      const uint row = lane / 4 * 4 + q, column = lane % 4 * 8 + q;
+      const uint upper = simd_shuffle(a[2 * half_of], ushort(row));
+      const uint lower = simd_shuffle(a[2 * half_of + 1], ushort(row));
+      const uint one = simd_shuffle(b[half_of], ushort(column));
+      const uint two = simd_shuffle(b[half_of], ushort(column + 4));
+      sums[0] += pair_product(type, upper, one);
+      sums[1] += pair_product(type, upper, two);
+      sums[2] += pair_product(type, lower, one);
+      sums[3] += pair_product(type, lower, two);
+    }
+  }
+}
+#define TQ_TENSOR(type, sums, a0, a1, a2, a3, b0, b1) \\
+  { \\
+    const uint a_of[4] = {a0, a1, a2, a3}, b_of[2] = {b0, b1}; \\
+    tensor_product(type, msl_lane(), sums, a_of, b_of); \\
+  }
 """
 
 

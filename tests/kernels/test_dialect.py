@@ -17,49 +17,50 @@ from turboquant_mlx.kernels.dialect import Kernel, stand_in
 from turboquant_mlx.quant.spec import QuantSpec
 
 GOLDEN = Path(__file__).parent / "golden"
-KERNELS = [matvec.MATVEC, matvec.GATHER_MATVEC, *matvec.JOINT_MATVEC.values()]
-KERNELS += [expand.EXPAND, rotate.ROTATE]
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
+WORK = ["matvec", "gather", "joint2", "joint3", "expand", "rotate"]
+PAIRS = [matvec.MATVEC, matvec.GATHER_MATVEC, *matvec.JOINT_MATVEC.values()]
+FOR_BOTH = [*(pair[0] for pair in PAIRS), expand.EXPAND, rotate.ROTATE]
+FOR_CUDA = [*FOR_BOTH, *(pair[1] for pair in PAIRS)]
 
-kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+
+def name_of(kernel: Kernel) -> str:
+    return kernel.name
 
 
-def a_call(kernel: Kernel, dialect, spec=SPEC, dtype=mx.float16, rows=1, width=192):
-    """The inputs and the other arguments of a typical call."""
-    calls: list[dict] = []
+def a_call(work: str, dialect, spec=SPEC, dtype=mx.float16, rows=1):
+    """The kernel, the inputs and the other arguments of a typical call."""
+    calls: list[tuple] = []
 
     def note(kernel, dialect):
         def call(**arguments):
-            calls.append(arguments)
+            calls.append((kernel, arguments.pop("inputs"), arguments))
             shapes, dtypes = arguments["output_shapes"], arguments["output_dtypes"]
             return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
         return call
 
+    weight, x = packed(spec, 600, 192), activation(rows, 192, dtype=dtype)
     with stand_in(note):
-        if kernel is matvec.MATVEC:
-            matvec.matvec(activation(rows, width, dtype=dtype), packed(spec, 70, width), dialect)
-        elif kernel is matvec.GATHER_MATVEC:
-            x, chosen = activation(1, width, dtype=dtype), mx.array([1, 0], mx.uint32)
-            matvec.gather_matvec(x, packed(spec, 3, 70, width), chosen, dialect)
-        elif kernel in matvec.JOINT_MATVEC.values():
-            weights = [packed(spec, 70, width)] * (len(kernel.outputs))
-            matvec.joint_matvec(activation(rows, width, dtype=dtype), weights, dialect)
-        elif kernel is rotate.ROTATE:
-            rotate.rotate_few(
-                activation(1, width, dtype=dtype), 192, mx.ones(width, mx.float16), dialect
-            )
+        if work == "matvec":
+            matvec.matvec(x, weight, dialect)
+        elif work == "gather":
+            chosen = mx.array([1, 0], mx.uint32)
+            matvec.gather_matvec(x[:1], packed(spec, 2, 600, 192), chosen, dialect)
+        elif work.startswith("joint"):
+            matvec.joint_matvec(x, [weight] * int(work[-1]), dialect)
+        elif work == "rotate":
+            rotate.rotate_few(x, 192, mx.ones(192, mx.float16), dialect)
         else:
-            expand.expand(packed(spec, 70, width), dtype, dialect)
-    (call,) = calls
-    return call.pop("inputs"), call
+            expand.expand(weight, dtype, dialect)
+    return calls[0]
 
 
-@kernels
-def test_the_metal_text_is_the_one_in_review(kernel):
+@pytest.mark.parametrize("work", WORK)
+def test_the_metal_text_is_the_one_in_review(work):
     """MLX's own text of the kernel, kept so that a change shows; TQ_UPDATE_GOLDEN=1 renews it."""
     trace = pytest.importorskip("metal_on_cpu").trace
-    inputs, call = a_call(kernel, "metal")
+    kernel, inputs, call = a_call(work, "metal")
     text = trace(kernel.build("metal"), inputs, **call).text
     kept = GOLDEN / f"{kernel.name}.metal"
     if os.environ.get("TQ_UPDATE_GOLDEN"):
@@ -68,16 +69,22 @@ def test_the_metal_text_is_the_one_in_review(kernel):
     assert text == kept.read_text(), f"{kept.name} differs: look at it, then TQ_UPDATE_GOLDEN=1"
 
 
-@kernels
+def test_the_matrix_units_are_used_on_cuda_alone():
+    for dialect in ("metal", "cuda"):
+        for dtype in (mx.float16, mx.bfloat16, mx.float32):
+            kernel, _, _ = a_call("matvec", dialect, dtype=dtype)
+            expected = dialect == "cuda" and dtype != mx.float32
+            assert (kernel is matvec.MATVEC[1]) == expected
+
+
+@pytest.mark.parametrize("kernel", FOR_BOTH, ids=name_of)
 def test_metal_text_has_nothing_of_cuda(kernel):
     text = kernel.header("metal") + kernel.source("metal")
-    assert not re.search(
-        r"\b__\w+|reinterpret_cast|\bthreadIdx|\bblockIdx|\basm\b|\bdouble\b", text
-    )
+    assert not re.search(r"\b__\w+|reinterpret_cast|\b(threadIdx|blockIdx|asm|double)\b", text)
     assert text.isascii()
 
 
-@kernels
+@pytest.mark.parametrize("kernel", FOR_CUDA, ids=name_of)
 def test_cuda_text_has_nothing_of_metal(kernel):
     text = kernel.header("cuda") + kernel.source("cuda")
     assert not re.search(r"\bsimd_|\bthreadgroup|\bMLX_MTL|\bas_type\b|\bdouble\b", text)
@@ -85,36 +92,34 @@ def test_cuda_text_has_nothing_of_metal(kernel):
     assert text.isascii()
 
 
-@kernels
+@pytest.mark.parametrize("kernel", FOR_CUDA, ids=name_of)
 def test_bodies_follow_the_rules_of_the_dialects(kernel):
     assert not re.search(r"\breturn\b", kernel.body), "nobody returns before a barrier"
     for name in kernel.inputs:
         assert not re.search(rf"[&*]\s*{name}\b(?!_)", kernel.body), f"a pointer to {name}"
     names = re.findall(r"\bTQ_\w+", kernel.body)
-    for dialect in ("metal", "cuda"):
+    for dialect in ("metal", "cuda") if kernel in FOR_BOTH else ("cuda",):
         defined = set(re.findall(r"#define (TQ_\w+)", kernel.header(dialect) + kernel.body))
         assert set(names) <= defined
 
 
 def test_a_kernel_is_built_once():
-    assert matvec.MATVEC.build("metal") is matvec.MATVEC.build("metal")
+    kernel = matvec.MATVEC[0]
+    assert kernel.build("metal") is kernel.build("metal")
 
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name."""
-    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    assert len({kernel.name for kernel in FOR_CUDA}) == len(FOR_CUDA)
 
 
 def test_a_stand_in_is_undone():
     with stand_in(lambda kernel, dialect: pytest.fail("not to be called")):
         pass
     weight = packed(QuantSpec(bits=2, group_size=32), 2, 32)
-    with running("metal" if not mx.cuda.is_available() else "cuda"):
-        assert mx.isfinite(matvec.matvec(activation(1, 32), weight, _here())).all()
-
-
-def _here():
-    return "cuda" if mx.cuda.is_available() else "metal"
+    here = "cuda" if mx.cuda.is_available() else "metal"
+    with running(here):
+        assert mx.isfinite(matvec.matvec(activation(1, 32), weight, here)).all()
 
 
 _CUDA_NAMES = {
@@ -156,19 +161,20 @@ def cuda_program(kernel: Kernel, inputs: list[mx.array], call: dict) -> str:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@kernels
+@pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize(
     "spec, rows, dtype",
     [
         (SPEC, 1, mx.bfloat16),
         (QuantSpec(bits=3, group_size=64), 8, mx.float16),
+        (SPEC, 8, mx.float32),
         (QuantSpec(bits=7, group_size=8), 2, mx.float32),
     ],
     ids=str,
 )
-def test_cuda_text_compiles_without_spilling(kernel, spec, rows, dtype, tmp_path):
+def test_cuda_text_compiles_without_spilling(work, spec, rows, dtype, tmp_path):
     program = tmp_path / "kernel.cu"
-    program.write_text(cuda_program(kernel, *a_call(kernel, "cuda", spec, dtype, rows)))
+    program.write_text(cuda_program(*a_call(work, "cuda", spec, dtype, rows)))
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -85,6 +85,16 @@ def test_scalar_codes(dialect, bits, group, width):
     assert_close(y, expected(rows, weight, indices)[:, 0], mx.float32)
 
 
+@pytest.mark.parametrize("dialect", dialects())
+def test_experts_with_many_outputs(dialect):
+    """Enough of them for a warp to compute several together."""
+    weight, x = packed(SPEC, 3, 150, WIDTH), activation(1, WIDTH, dtype=mx.float16)
+    with running(dialect):
+        y = gather_matvec(x, weight, mx.array([2, 0], mx.uint32), dialect)
+        mx.eval(y)
+    assert_close(y, expected(x, weight, mx.array([2, 0]))[:, 0], mx.float16)
+
+
 def test_no_other_expert_is_read():
     """The scales of the others are not numbers, so whatever touches them shows."""
     weight = packed(QuantSpec(bits=3, group_size=64), EXPERTS, OUTPUTS, WIDTH)

@@ -137,6 +137,14 @@ __device__ __forceinline__ void tq_write(S* to, const float* values) {
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(part);
   }
 }
+// `shift` is a constant after unrolling, so the compiler sees through these conditions.
+__device__ __forceinline__ tq_uint tq_shifted(
+    tq_uint word, int shift, int bits, int size, tq_uint low) {
+  if (bits == 8 && size < 256 && shift % 8 == 0) return __dp4a(word, tq_uint(size) << shift, low);
+  const int log = 31 - __clz(size);
+  const tq_uint mask = ((1u << bits) - 1u) << log;
+  return ((shift >= log ? word >> (shift - log) : word << (log - shift)) & mask) | low;
+}
 #define TQ_READ(to, count, from, offset) tq_read<count>(to, from + (offset))
 #define TQ_WRITE(to, offset, values, count) tq_write<count>(to + (offset), values)
 #define TQ_PICK_BYTE(table, word, j, copies, copy) \\
@@ -150,13 +158,47 @@ __device__ __forceinline__ void tq_write(S* to, const float* values) {
     first = tq_pair.x; \\
     second = tq_pair.y; \\
   }
-// SHIFT is a constant only after unrolling, so the compiler sees through these conditions.
-__device__ __forceinline__ tq_uint tq_shifted(
-    tq_uint word, int shift, int bits, int size, tq_uint low) {
-  if (bits == 8 && size < 256 && shift % 8 == 0) return __dp4a(word, tq_uint(size) << shift, low);
-  const int log = 31 - __clz(size);
-  const tq_uint mask = ((1u << bits) - 1u) << log;
-  return ((shift >= log ? word >> (shift - log) : word << (log - shift)) & mask) | low;
+#define TQ_PICK_WORD(table, word, shift, bits, copies, copy) \\
+  (*reinterpret_cast<const tq_uint*>(reinterpret_cast<const char*>(table) + \\
+      tq_shifted(word, shift, bits, 4 * (copies), 4u * (copy))))
+// What only NVIDIA's matrix units need.
+__device__ __forceinline__ tq_uint tq_narrow(const __half*, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const tq_uint*>(&pair);
+}
+__device__ __forceinline__ tq_uint tq_narrow(const __nv_bfloat16*, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const tq_uint*>(&pair);
+}
+template <int N, typename S>
+__device__ __forceinline__ void tq_read_pairs(tq_uint* to, const S* from) {
+  if ((reinterpret_cast<size_t>(from) & 15u) == 0u) {
+    TQ_UNROLL for (int i = 0; i < N / 2; i += 4) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + 2 * i);
+      to[i] = v.x; to[i + 1] = v.y; to[i + 2] = v.z; to[i + 3] = v.w;
+    }
+  } else {
+    TQ_UNROLL for (int i = 0; i < N / 2; ++i) {
+      to[i] = tq_narrow(from, float(from[2 * i]), float(from[2 * i + 1]));
+    }
+  }
+}
+#ifndef TQ_TENSOR
+#define TQ_TENSOR(type, sums, a0, a1, a2, a3, b0, b1) \\
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 " \\
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \\
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \\
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+#endif
+// sums += a b for a 16 by 16 and b 16 by 8, spread over the lanes as PTX defines it
+__device__ __forceinline__ void tq_tensor(const __half*, float* sums, tq_uint a0, tq_uint a1,
+                                          tq_uint a2, tq_uint a3, tq_uint b0, tq_uint b1) {
+  TQ_TENSOR("f16", sums, a0, a1, a2, a3, b0, b1);
+}
+__device__ __forceinline__ void tq_tensor(const __nv_bfloat16*, float* sums, tq_uint a0,
+                                          tq_uint a1, tq_uint a2, tq_uint a3, tq_uint b0,
+                                          tq_uint b1) {
+  TQ_TENSOR("bf16", sums, a0, a1, a2, a3, b0, b1);
 }
 """
 

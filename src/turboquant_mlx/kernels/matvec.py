@@ -30,137 +30,8 @@ from ..quant.packed import PackedWeight
 from ..quant.spec import QuantSpec
 from . import unpack
 from .dialect import Dialect, Kernel
+from .matvec_bodies import MULTIPLY, TENSOR
 from .selection import Launch, matvec_launch, table_copies
-
-_BODY = (
-    unpack.CONSTANTS
-    + """
-  constexpr int M = ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
-  constexpr int SUMS = M * R;
-  constexpr int PARTIALS = SPLIT > 1 ? WARPS * SUMS : 1;
-  TQ_FIND_SIZES
-  const uint width = groups * uint(GROUP);
-  const uint units = width / uint(UNIT);
-"""
-    + unpack.FILL_TABLE
-    + """
-  TQ_SHARED(float, partial, PARTIALS);
-  const uint part = tq_warp % uint(SPLIT);
-  const uint first = (block * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
-
-  float sum[SUMS];
-  TQ_UNROLL for (int i = 0; i < SUMS; ++i) sum[i] = 0.0f;
-  const uint spans = (units + uint(32 * SPAN - 1)) / uint(32 * SPAN);
-  for (uint span = part; span < spans; span += uint(SPLIT)) {
-    float unscaled[SUMS];
-    TQ_UNROLL for (int i = 0; i < SUMS; ++i) unscaled[i] = 0.0f;
-    for (uint step = span * uint(SPAN); step < (span + 1u) * uint(SPAN); ++step) {
-    const uint unit = step * 32u + tq_lane;
-    const bool inside = unit < units;
-    const uint at = inside ? unit : units - 1u;
-"""
-    + unpack.FIND_WORDS
-    + """
-    uint codes_of[R * WORDS];
-    TQ_UNROLL for (int r = 0; r < R; ++r) {
-      const uint o = first + uint(r) < outputs ? first + uint(r) : outputs - 1u;
-      TQ_UNROLL for (int j = 0; j < WORDS; ++j) {
-        codes_of[r * WORDS + j] = codes[int(matrix + o) * words + place[j]];
-      }
-    }
-    float inputs[M * UNIT];
-    TQ_UNROLL for (int m = 0; m < M; ++m) {
-      const uint row = first_row + uint(m < ROWS ? m : ROWS - 1);
-      TQ_READ((inputs + m * UNIT), UNIT, x, row * width + at * uint(UNIT));
-    }
-    if (!inside) {
-      TQ_UNROLL for (int i = 0; i < M * UNIT; ++i) inputs[i] = 0.0f;
-    }
-    TQ_UNROLL for (int r = 0; r < R; ++r) {
-      uint code[WORDS];
-      TQ_UNROLL for (int j = 0; j < WORDS; ++j) code[j] = codes_of[r * WORDS + j];
-      float dot[M];
-      TQ_UNROLL for (int m = 0; m < M; ++m) dot[m] = 0.0f;
-#define TQ_USE(i, value) \\
-  TQ_UNROLL for (int m = 0; m < M; ++m) dot[m] += (value) * inputs[m * UNIT + (i)]
-"""
-    + unpack.DECODE
-    + """
-#undef TQ_USE
-      if (SPAN > 1) {
-        TQ_UNROLL for (int m = 0; m < M; ++m) unscaled[m * R + r] += dot[m];
-      } else {
-        const uint o = first + uint(r) < outputs ? first + uint(r) : outputs - 1u;
-        const uint where = (matrix + o) * groups + at * uint(UNIT) / uint(GROUP);
-"""
-    + unpack.READ_SCALE
-    + """
-        TQ_UNROLL for (int m = 0; m < M; ++m) sum[m * R + r] += scale * dot[m];
-      }
-    }
-    }
-    if (SPAN > 1) {
-      TQ_UNROLL for (int r = 0; r < R; ++r) {
-        const uint o = first + uint(r) < outputs ? first + uint(r) : outputs - 1u;
-        const uint where = (matrix + o) * groups + span * uint(SPAN * 32 * UNIT) / uint(GROUP);
-"""
-    + unpack.READ_SCALE
-    + """
-        TQ_UNROLL for (int m = 0; m < M; ++m) sum[m * R + r] += scale * unscaled[m * R + r];
-      }
-    }
-  }
-
-  // Halve the sums of each lane while there is more than one; then lanes hold the same sum.
-  constexpr int LEFT = SUMS > 32 ? SUMS / 32 : 1;
-  uint index = 0u;
-  TQ_UNROLL for (int s = 0; s < 5; ++s) {
-    constexpr_half
-    const bool upper = (tq_lane & (16u >> s)) != 0u;
-    if (half_of > 0) {
-      TQ_UNROLL for (int i = 0; i < SUMS / 2; ++i) {
-        if (i < half_of) {
-          const float give = upper ? sum[i] : sum[i + half_of];
-          const float keep = upper ? sum[i + half_of] : sum[i];
-          sum[i] = keep + TQ_SHUFFLE_XOR(give, 16u >> s);
-        }
-      }
-      if (upper) index += uint(half_of);
-    } else {
-      sum[0] += TQ_SHUFFLE_XOR(sum[0], 16u >> s);
-    }
-  }
-"""
-    + """
-  if (SPLIT > 1) {
-    TQ_UNROLL for (int i = 0; i < LEFT; ++i) {
-      if (SUMS >= 32 || tq_lane % uint(32 / (SUMS < 32 ? SUMS : 32)) == 0u) {
-        partial[tq_warp * uint(SUMS) + index + uint(i)] = sum[i];
-      }
-    }
-    TQ_SYNC();
-    if (part == 0u) {
-      for (uint i = tq_lane; i < uint(SUMS); i += 32u) {
-        float total = 0.0f;
-        TQ_UNROLL for (int p = 0; p < SPLIT; ++p) {
-          total += partial[(tq_warp + uint(p)) * uint(SUMS) + i];
-        }
-        const uint m = i / uint(R);
-        const uint o = first + i % uint(R);
-        if (o < outputs && m < uint(ROWS)) y[(out_row + m) * outputs + o] = T(total);
-      }
-    }
-  } else {
-    TQ_UNROLL for (int i = 0; i < LEFT; ++i) {
-      if (SUMS >= 32 || tq_lane % uint(32 / (SUMS < 32 ? SUMS : 32)) == 0u) {
-        const uint m = (index + uint(i)) / uint(R);
-        const uint o = first + (index + uint(i)) % uint(R);
-        if (o < outputs && m < uint(ROWS)) y[(out_row + m) * outputs + o] = T(sum[i]);
-      }
-    }
-  }
-"""
-).replace("constexpr_half\n", "const int half_of = SUMS >> (s + 1);\n")
 
 _DENSE = """
   // constant subscripts: CUDA passes shapes by value, and any others cost a chain of selections
@@ -216,16 +87,24 @@ def _joint(count: int) -> str:
     return "\n".join(lines)
 
 
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str) -> Kernel:
-    return Kernel(name, inputs, outputs, _BODY.replace("  TQ_FIND_SIZES\n", sizes))
+def _kernels(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str
+) -> tuple[Kernel, Kernel]:
+    """By multiply-adds, and by matrix units (CUDA only)."""
+    bodies = {name: MULTIPLY, f"{name}_tensor": TENSOR}
+    one, two = (
+        Kernel(n, inputs, outputs, body.replace("  TQ_FIND_SIZES\n", sizes))
+        for n, body in bodies.items()
+    )
+    return one, two
 
 
-MATVEC = _kernel("turboquant_matvec", ("x", "codes", "scales", "table"), ("y",), _DENSE)
-GATHER_MATVEC = _kernel(
+MATVEC = _kernels("turboquant_matvec", ("x", "codes", "scales", "table"), ("y",), _DENSE)
+GATHER_MATVEC = _kernels(
     "turboquant_gather_matvec", ("x", "codes", "scales", "table", "experts"), ("y",), _EXPERT
 )
 JOINT_MATVEC = {
-    count: _kernel(
+    count: _kernels(
         f"turboquant_joint_matvec{count}",
         ("x", *(f"{name}{i}" for i in range(count) for name in ("codes", "scales", "table"))),
         tuple(f"y{i}" for i in range(count)),
@@ -242,10 +121,19 @@ def check_width(x: mx.array, width: int) -> None:
         raise ValueError(f"an activation of shape {x.shape} meets a weight of width {width}")
 
 
+TENSOR_DTYPES = (mx.float16, mx.bfloat16)
+
+
+def _suits_tensor(spec: QuantSpec, width: int, unit: int) -> bool:
+    """Whether the matrix units can take these weights: four lanes must share a scale."""
+    return spec.bits <= 4 and spec.group_size % (4 * unit) == 0 and width % (4 * unit) == 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a launch needs besides arrays and shapes; made once, for a call must be quick."""
 
+    tensor: bool
     template: list
     groups: int
     threads: int
@@ -257,6 +145,7 @@ def plan(
     outputs: tuple[int, ...],
     width: int,
     rows: int,
+    dtype_of_x: mx.Dtype,
     dtype: mx.Dtype,
     dialect: Dialect,
     launch: Launch | None = None,
@@ -267,6 +156,7 @@ def plan(
     Args:
         spec: of all matrices.
         outputs: of each matrix.
+        dtype_of_x: of the activations.
         dtype: of the results.
         launch: how to spread it, default ``selection.matvec_launch``.
         entries: how many products of this kind there are in the launch.
@@ -275,11 +165,17 @@ def plan(
     size = unit.weights
     if rows > 4:
         size = 8  # their activations must fit into registers
+    tensor = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES and _suits_tensor(spec, width, size)
     if launch is None:
         launch = matvec_launch(dialect, sum(outputs), width, rows, size, entries)
     span = 1
     if rows == 1 and spec.group_size % (32 * size) == 0:
         span = spec.group_size // (32 * size)
+    if launch.outputs < 2:
+        tensor = False
+    copies = table_copies(dialect, unit.entry_bytes, unit.paired)
+    if tensor:
+        copies = table_copies(dialect, unit.entry_bytes // (2 if unit.paired else 1), False)
     log8 = spec.scale_layout == "log8"
     template = [
         ("T", dtype),
@@ -290,7 +186,7 @@ def plan(
         ("GROUP", spec.group_size),
         ("LOG8", log8),
         ("UNIT", size),
-        ("COPIES", table_copies(dialect, unit.entry_bytes, unit.paired)),
+        ("COPIES", copies),
         ("ROWS", rows),
         ("R", launch.outputs),
         ("SPLIT", launch.split),
@@ -298,7 +194,7 @@ def plan(
         ("WARPS", launch.warps),
     ]
     each = launch.outputs * launch.warps // launch.split
-    return Plan(template, sum(-(-n // each) for n in outputs), 32 * launch.warps)
+    return Plan(tensor, template, sum(-(-n // each) for n in outputs), 32 * launch.warps)
 
 
 def matvec(
@@ -324,8 +220,8 @@ def matvec(
     outputs, width = weight.shape
     check_width(x, width)
     dtype = dtype or x.dtype
-    made = plan(weight.spec, (outputs,), width, x.size // width, dtype, dialect, launch)
-    (y,) = MATVEC.launch(
+    made = plan(weight.spec, (outputs,), width, x.size // width, x.dtype, dtype, dialect, launch)
+    (y,) = MATVEC[made.tensor].launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table],
         template=made.template,
@@ -367,12 +263,12 @@ def joint_matvec(
     width = weights[0].shape[-1]
     check_width(x, width)
     outputs = tuple(weight.shape[0] for weight in weights)
-    made = plan(weights[0].spec, outputs, width, x.size // width, x.dtype, dialect, launch)
+    made = plan(weights[0].spec, outputs, width, x.size // width, x.dtype, x.dtype, dialect, launch)
     inputs = [x]
     for weight in weights:
         inputs += (weight.codes, weight.scales, weight.table)
     lead = x.shape[:-1]
-    return JOINT_MATVEC[len(weights)].launch(
+    return JOINT_MATVEC[len(weights)][made.tensor].launch(
         dialect,
         inputs,
         template=made.template,
@@ -412,8 +308,8 @@ def gather_matvec(
     check_width(x, width)
     entries = experts.size
     dtype = dtype or x.dtype
-    made = plan(weight.spec, (outputs,), width, 1, dtype, dialect, launch, entries)
-    (y,) = GATHER_MATVEC.launch(
+    made = plan(weight.spec, (outputs,), width, 1, x.dtype, dtype, dialect, launch, entries)
+    (y,) = GATHER_MATVEC[made.tensor].launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table, experts],
         template=made.template,

@@ -73,8 +73,8 @@ FIND_WORDS = """
     }
 """
 
-# From `code[WORDS]`: TQ_USE(i, value) for each weight i of the unit, scale left out.
-DECODE = """
+# From `code[WORDS]`, `flush[]`: the stream, beginning with the unit, and a word of zeros.
+FLUSH = """
       uint flush[FLUSH + 1];
       TQ_UNROLL for (int j = 0; j <= FLUSH; ++j) flush[j] = 0u;
       TQ_UNROLL for (int j = 0; j < FLUSH; ++j) {
@@ -84,6 +84,12 @@ DECODE = """
           flush[j] = TQ_FUNNEL(code[j], j + 1 < WORDS ? code[j + 1 < WORDS ? j + 1 : 0] : 0u, gap);
         }
       }
+"""
+
+# From `code[WORDS]`: TQ_USE(i, value) for each weight i of the unit, scale left out.
+DECODE = (
+    FLUSH
+    + """
       if (TRELLIS) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
@@ -117,6 +123,7 @@ DECODE = """
         }
       }
 """
+)
 
 # `scale` of the group `where`.
 READ_SCALE = """

@@ -115,6 +115,7 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
           flush[j] = TQ_FUNNEL(code[j], j + 1 < WORDS ? code[j + 1 < WORDS ? j + 1 : 0] : 0u, gap);
         }
       }
+
       if (TRELLIS) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {

@@ -22,7 +22,7 @@
     second = table[tq_slot + 1u]; \
   }
 template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
-[[kernel]] void custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
+[[kernel]] void custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
   const device float16_t* x [[buffer(0)]],
   const constant int* x_shape [[buffer(1)]],
   const device uint32_t* codes [[buffer(2)]],
@@ -93,6 +93,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   TQ_UNROLL for (int i = 0; i < SUMS; ++i) sum[i] = 0.0f;
   const uint spans = (units + uint(32 * SPAN - 1)) / uint(32 * SPAN);
   for (uint span = part; span < spans; span += uint(SPLIT)) {
+
     float unscaled[SUMS];
     TQ_UNROLL for (int i = 0; i < SUMS; ++i) unscaled[i] = 0.0f;
     for (uint step = span * uint(SPAN); step < (span + 1u) * uint(SPAN); ++step) {
@@ -123,6 +124,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
         codes_of[r * WORDS + j] = codes[int(matrix + o) * words + place[j]];
       }
     }
+
     float inputs[M * UNIT];
     TQ_UNROLL for (int m = 0; m < M; ++m) {
       const uint row = first_row + uint(m < ROWS ? m : ROWS - 1);
@@ -148,6 +150,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
           flush[j] = TQ_FUNNEL(code[j], j + 1 < WORDS ? code[j + 1 < WORDS ? j + 1 : 0] : 0u, gap);
         }
       }
+
       if (TRELLIS) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
@@ -208,7 +211,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
     }
   }
 
-  // Halve the sums of each lane while there is more than one; then lanes hold the same sum.
+// Halve the sums of each lane while there is more than one; then lanes hold the same sum.
   constexpr int LEFT = SUMS > 32 ? SUMS / 32 : 1;
   uint index = 0u;
   TQ_UNROLL for (int s = 0; s < 5; ++s) {
@@ -258,4 +261,4 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
 
 }
 
-template [[host_name("custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>) custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_1_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 1, 1, 1, 8>;
+template [[host_name("custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 8, 1, 1, 8>) custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 8, 1, 1, 8>;
