@@ -2,11 +2,13 @@
 """Compare the peak that turboquant-plan predicts with the one that is measured.
 
     python scripts/check_plan.py MODEL [MODEL ...] [--context 256 1024 2048] [--chunk 128 512]
+    python scripts/check_plan.py made-up-1b --context 4096 16384 65536 --chunk 512 2048
 
-Every model, context and chunk runs in a process of its own: it loads the model, reads a prompt of
-``context`` tokens chunk by chunk and writes four more. On a GPU the peak is MLX's own counter, on
-the CPU the resident memory of the process, its highest since start. Prints a table, and as the last
-line the same as JSON.
+``made-up-1b`` is a Llama of a billion random weights, made in memory: it needs MLX and mlx-lm's
+model files alone, for GPU machines without anything else. Every model, context and chunk runs in a
+process of its own: it loads the model, reads a prompt of ``context`` tokens chunk by chunk and
+writes four more. On a GPU the peak is MLX's own counter, on the CPU the resident memory of the
+process, its highest since start. Prints a table, and as the last line the same as JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +25,104 @@ NEW_TOKENS = 4
 MB = 10**6
 
 
+MADE_UP = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def made_up_network():
+    """The model, its weights random bfloat16 numbers of a fixed seed."""
+    import types
+    from importlib.util import find_spec
+
+    import mlx.core as mx
+
+    if find_spec("transformers") is None:
+        # mlx-lm's package imports it at once; its model files do without
+        package = types.ModuleType("mlx_lm")
+        spec = find_spec("mlx_lm")
+        assert spec is not None
+        package.__path__ = list(spec.submodule_search_locations or [])
+        sys.modules["mlx_lm"] = package
+    from mlx_lm.models import llama
+
+    mx.random.seed(0)
+    network = llama.Model(llama.ModelArgs.from_dict(MADE_UP))
+    network.set_dtype(mx.bfloat16)
+    for part in network.layers:
+        mx.eval(part.parameters())  # one at a time: drawn in float32, cast and freed
+    mx.eval(network.parameters())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return network
+
+
+def measure_made_up(context: int, chunk: int) -> dict[str, int]:
+    """The same as ``measure``, with mlx-lm's loop over the chunks written out."""
+    network = made_up_network()
+
+    import mlx.core as mx
+    from mlx_lm.models.cache import KVCache
+
+    caches = [KVCache() for _ in network.layers]
+    prompt = mx.arange(context - NEW_TOKENS) % 200 + 100
+    while prompt.size > 1:
+        part = min(chunk, prompt.size - 1)
+        network(prompt[:part][None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+        prompt = prompt[part:]
+        mx.clear_cache()
+    token = prompt[None]
+    for _ in range(NEW_TOKENS):
+        logits = network(token, cache=caches)
+        token = mx.argmax(logits[:, -1:], axis=-1)
+        mx.eval(token)
+    peak = mx.get_peak_memory()
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return {"peak_bytes": peak, "mlx_peak_bytes": peak, "gpu": on_gpu}
+
+
+def predict_made_up(context: int, chunk: int) -> dict:
+    """The plan of a model whose headers are written down here."""
+    from turboquant_mlx.checkpoint.headers import TensorInfo
+    from turboquant_mlx.plan.headers import ModelFiles
+    from turboquant_mlx.plan.machine import detect
+    from turboquant_mlx.plan.projection import Request, plan_model
+
+    hidden, inner = MADE_UP["hidden_size"], MADE_UP["intermediate_size"]
+    kv = MADE_UP["num_key_value_heads"] * MADE_UP["head_dim"]
+    shapes = {"model.embed_tokens": (MADE_UP["vocab_size"], hidden)}
+    for layer in range(MADE_UP["num_hidden_layers"]):
+        where = f"model.layers.{layer}."
+        for name in ("gate", "up"):
+            shapes[f"{where}mlp.{name}_proj"] = (inner, hidden)
+        shapes[f"{where}mlp.down_proj"] = (hidden, inner)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            shapes[f"{where}self_attn.{name}_proj"] = (rows, hidden)
+    tensors, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * shape[1]
+        tensors[f"{name}.weight"] = TensorInfo("BF16", shape, end, end + size)
+        end += size
+    home = dict.fromkeys(tensors, "model.safetensors")
+    model = ModelFiles("made-up-1b", "local", MADE_UP, tensors, home, {"model.safetensors": end})
+    return plan_model(model, detect(), Request(context, None, chunk)).to_dict()["projection"]
+
+
 def measure(model: str, context: int, chunk: int) -> dict[str, int]:
     """Run the model once; bytes. To be called in a fresh process."""
+    if model == "made-up-1b":
+        return measure_made_up(context, chunk)
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -43,11 +141,14 @@ def measure(model: str, context: int, chunk: int) -> dict[str, int]:
         "peak_bytes": rss if on_cpu else mx.get_peak_memory(),
         "loaded_bytes": after_load * unit,
         "mlx_peak_bytes": mx.get_peak_memory(),
+        "gpu": not on_cpu,
     }
 
 
 def predict(model: str, context: int, chunk: int) -> dict:
     """What the planner says for this machine."""
+    if model == "made-up-1b":
+        return predict_made_up(context, chunk)
     from turboquant_mlx.plan.command import make_plan
 
     return make_plan(model, context=context, prefill_step_size=chunk).to_dict()["projection"]
@@ -77,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
                 row |= {"model": Path(model).name, "context": context, "chunk": chunk}
                 predicted = None
                 if not args.no_predict:
-                    predicted = predict(model, context, chunk)["peak_bytes"]
+                    found = predict(model, context, chunk)
+                    # MLX's counter knows nothing of the runtime around it
+                    predicted = found["allocated_bytes" if row.pop("gpu") else "peak_bytes"]
                     row["predicted_bytes"] = predicted
                 rows.append(row)
                 print(line(row, predicted), flush=True)
