@@ -122,6 +122,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, help=f"pieces of text (default: {CHUNKS})")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of one (default: 512)")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 3)")
+    parser.add_argument("--first-seed", type=int, default=SEED, help=f"of them (default: {SEED})")
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, metavar="KIND", help=f"leave out others of {KINDS}"
     )
@@ -272,7 +273,7 @@ class Bench:
         seeds = 1 if row.kind == "affine" else self.args.seeds  # nothing in it is random
         scorer = self.scorer(second_half=row.kind == "in-domain")
         summaries = []
-        for seed in range(SEED, SEED + seeds):
+        for seed in range(self.args.first_seed, self.args.first_seed + seeds):
             model, size = make(row, seed)
             summaries.append(scorer.score(model, row.name))
             row.bits_per_weight = size.bits_per_weight

@@ -374,6 +374,12 @@ def test_bits(workshop: Workshop, moe: Path, bits: int) -> None:
     assert config_of(changed)["quantization_config"]["bits"] == bits
 
 
+@shows("target_bpw")
+def test_target_bpw_mixes_widths(workshop: Workshop, moe: Path) -> None:
+    done = workshop.converted(moe, "--target-bpw", "3.2", balanced=True)
+    assert len({entry.bits for entry in manifest_of(done.folder).modules.values()}) > 1
+
+
 @shows("codec")
 def test_codec_scalar(workshop: Workshop, moe: Path) -> None:
     base = workshop.converted(moe).folder

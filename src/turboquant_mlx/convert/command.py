@@ -72,6 +72,8 @@ def _convert(argv: Sequence[str] | None) -> None:
     overwrite: bool = given.pop("overwrite", False)
     as_json: bool = given.pop("json", False)
     check_needs(given)
+    if "bits" in given and "target_bpw" in given:
+        raise OptionError("--bits and --target-bpw exclude each other")
     ConvertOptions(**given)  # a bad combination is reported before MLX is loaded
 
     from .pipeline import convert
@@ -143,6 +145,16 @@ def _add_precision(group: Any) -> None:
         type=int,
         choices=BITS,
         help="bits per weight, before scales (default: 3)",
+    )
+    group.add_argument(
+        "--target-bpw",
+        type=float,
+        metavar="X",
+        help="instead of --bits: share out 2, 3 and 4 bits so that the quantized layers take at "
+        "most X bits per weight, every stored byte counted, and parts that matter more get more. "
+        "What each part matters is measured, which takes about a minute for a small model; the "
+        "whole 16-bit model has to fit into memory. Layers that another option gives a width keep "
+        "it",
     )
     group.add_argument(
         "--codec",

@@ -43,7 +43,7 @@ class LayerPass:
         self.title = title
         self.model = build()
         self.modules = dict(self.model.named_modules())
-        self.layers = {path: self.modules[path] for path in _layer_paths(self.modules)}
+        self.layers = {path: self.modules[path] for path in layer_paths(self.modules)}
         self.led_in = {path: [g for g in groups if _is_in(g, path)] for path in self.layers}
         self.spent: set[str] = set()
         self.spare: dict[str, nn.Module] = {}
@@ -127,7 +127,7 @@ def intercept(module: nn.Module, around: Call) -> None:
     module.__class__ = type(kind.__name__, (kind,), body)
 
 
-def _layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
+def layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
     """Paths of the decoder layers: whatever ends in the first number of some module's path."""
     found: dict[str, None] = {}
     for path in modules:

@@ -53,6 +53,9 @@ class ConvertOptions:
 
     Attributes:
         bits: bits per weight of everything that no other option names.
+        target_bpw: bits per weight of all quantized layers together, every stored byte counted;
+            widths are shared out by how much each part matters, and ``bits`` is not used. Options
+            that fix the width of some layers hold for those.
         group_size: consecutive weights of a row that share one scale, None for what suits the
             codec.
         codec: "trellis" (the codes of neighbours overlap: the better text by far at equal bits)
@@ -85,6 +88,7 @@ class ConvertOptions:
     """
 
     bits: int = 3
+    target_bpw: float | None = None
     group_size: int | None = None
     codec: str = "trellis"
     rotation: str = "hadamard"
@@ -124,6 +128,8 @@ class ConvertOptions:
     def validate(self) -> None:
         """Raise OptionError for a bad value or combination."""
         _one_of("bits", self.bits, BITS)
+        if self.target_bpw is not None:
+            _check_target(self.target_bpw)
         _one_of("group_size", self.group_size, (None, *GROUP_SIZES))
         _one_of("codec", self.codec, CODECS)
         _one_of("rotation", self.rotation, ROTATIONS)
@@ -154,6 +160,13 @@ class ConvertOptions:
                     f"--expert-layer-tiers and {flag(name)} exclude each other",
                     hint="the tiers file can name every layer that differs",
                 )
+        if self.target_bpw is not None and self.bits != type(self).bits:
+            raise OptionError("--bits and --target-bpw exclude each other")
+        if self.target_bpw is not None and self.streaming:
+            raise OptionError(
+                "--target-bpw and --streaming exclude each other",
+                hint="to see what matters, the whole 16-bit model has to run in memory",
+            )
         if self.balance_text is not None and not self.balance:
             raise OptionError("--balance-text and --no-balance exclude each other")
         if self.error_feedback and self.use_qjl:
@@ -281,6 +294,11 @@ def _one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     if isinstance(value, bool) or value not in allowed:
         choices = ", ".join(str(choice) for choice in allowed if choice is not None)
         raise OptionError(f"{flag(name)} {value} is not one of {choices}")
+
+
+def _check_target(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 8:
+        raise OptionError(f"--target-bpw {value} is not a number of bits between 1 and 8")
 
 
 def _check_layer(name: str, layer: Any) -> None:

@@ -22,7 +22,7 @@ Rules, in the order in which they are asked:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -143,12 +143,18 @@ class Plan:
         return dict(Counter(d.reason for d in self.decisions if d.action == "keep").most_common())
 
 
-def plan_modules(modules: Sequence[ModuleInfo], options: ConvertOptions) -> Plan:
+def plan_modules(
+    modules: Sequence[ModuleInfo],
+    options: ConvertOptions,
+    widths: Mapping[str, int] | None = None,
+) -> Plan:
     """Decide what happens to each module.
 
     Args:
         modules: all modules with parameters of their own, in module order.
         options: what the user asked for.
+        widths: path -> bits of modules whose width no option fixes (see ``is_free``), in place of
+            ``options.bits``.
 
     Returns:
         the plan: one decision per module, same order.
@@ -157,7 +163,8 @@ def plan_modules(modules: Sequence[ModuleInfo], options: ConvertOptions) -> Plan
         OptionError: the tiers file names a layer without experts.
     """
     options.validate()
-    candidates = [_decide(m, role_of(m.path, m.kind), options) for m in modules]
+    widths = widths or {}
+    candidates = [_decide(m, role_of(m.path, m.kind), options, widths.get(m.path)) for m in modules]
     plan = Plan(tuple(_share_rotations(modules, candidates)))
     _report_layers(plan, options)
     _report_idle_options(plan, options)
@@ -184,12 +191,32 @@ def fit_affine_group_size(width: int, requested: int) -> int | None:
     return max((size for size in AFFINE_GROUP_SIZES if width % size == 0), default=None)
 
 
-def _decide(module: ModuleInfo, role: Role, options: ConvertOptions) -> Decision:
+def is_free(module: ModuleInfo, options: ConvertOptions) -> bool:
+    """Whether no option but ``bits`` says how many bits a module gets."""
+    role = role_of(module.path, module.kind)
+    if role == "attention":
+        return options.attn_bits is None
+    if role == "mlp":
+        return options.mlp_bits is None
+    if role != "expert":
+        return True
+    layer = layer_of(module.path)
+    fixed = (
+        options.ternary_experts
+        or options.mlp_bits is not None
+        or layer in options.expert_layer_tiers
+        or layer in options.protect_expert_layers
+        or (options.expert_down_bits is not None and _is_expert_down(module.path))
+    )
+    return not fixed
+
+
+def _decide(module: ModuleInfo, role: Role, options: ConvertOptions, width: int | None) -> Decision:
     requested: int | None
     wanted = options.group_size
     if role in ("mlp", "expert") and options.mlp_group_size is not None:
         wanted = options.mlp_group_size
-    code = _code(module, role, options)
+    code = str(width) if width is not None else _code(module, role, options)
     trellis = options.codec == "trellis" and code != "ternary"
     if trellis and wanted is None:
         requested = group_size = largest_group_size(module.width)
