@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from converting import (
+    Conversion,
     Workshop,
     contents,
     convert,
@@ -24,7 +25,8 @@ from converting import (
 from turboquant_mlx.checkpoint.loader import load_model
 from turboquant_mlx.convert import feedback, self_text
 from turboquant_mlx.convert.calibrate import begin_tokens
-from turboquant_mlx.convert.feedback import Store, second_moments
+from turboquant_mlx.convert.feedback import second_moments
+from turboquant_mlx.convert.feedback_store import FeedbackStore
 from turboquant_mlx.convert.layer_pass import intercept
 from turboquant_mlx.convert.self_text import sample_sequences
 from turboquant_mlx.convert.source_model import open_source
@@ -203,12 +205,68 @@ def test_nothing_is_left_behind_when_it_fails(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Store, "put", stop)
+    monkeypatch.setattr(FeedbackStore, "put", stop)
     target = tmp_path / "place" / "out"
     target.parent.mkdir()
     done = convert(llama, target, "--error-feedback", "--feedback-text", text, "--no-balance")
     assert done.code == 130
     assert list(target.parent.iterdir()) == []
+
+
+class TestInterrupted:
+    """A second run of the same command goes on where the first was stopped."""
+
+    def interrupted(self, source: Path, target: Path, flags: list[str], after: int) -> Conversion:
+        put, count = FeedbackStore.put, 0
+
+        def stop_after(store: FeedbackStore, path: str, packed: object) -> None:
+            nonlocal count
+            count += 1
+            if count > after:
+                raise KeyboardInterrupt
+            put(store, path, packed)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FeedbackStore, "put", stop_after)
+            return convert(source, target, *flags)
+
+    def test_it_goes_on(
+        self, workshop: Workshop, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        flags = ["--no-balance", "--error-feedback"]  # the text of the model's own is kept as well
+        target = tmp_path / "out"
+        stopped = self.interrupted(llama, target, flags, after=4)
+        assert stopped.code == 130
+        assert stopped.notes[-1].startswith("note: 4 quantized layers are kept in ")
+        assert not target.exists()
+        (left,) = tmp_path.iterdir()
+        assert left.name.startswith(".out.feedback-")
+
+        coded: list[str] = []
+        put = FeedbackStore.put
+        monkeypatch.setattr(
+            FeedbackStore, "put", lambda s, path, w: coded.append(path) or put(s, path, w)
+        )
+        monkeypatch.setattr(feedback, "sample_sequences", None)
+        done = convert(llama, target, *flags)
+        assert done.code == 0, done.err
+        assert "note: an earlier run of this command has left 4 layers" in done.notes
+        assert len(coded) == len(manifest_of(target).modules) - 4
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        monkeypatch.undo()
+        whole = workshop.converted(llama, *flags[1:])
+        assert stored(target) == stored(whole.folder)
+
+    def test_other_options_begin_anew_and_clear_up_at_the_end(
+        self, llama: Path, tmp_path: Path, text: str
+    ) -> None:
+        flags = ["--no-balance", "--error-feedback", "--feedback-text", text]
+        target = tmp_path / "out"
+        self.interrupted(llama, target, flags, after=3)
+        done = convert(llama, target, *flags, "--bits", "2")
+        assert done.code == 0
+        assert not any("earlier run" in note for note in done.notes)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def test_the_target_holds_and_is_used(workshop: Workshop, moe: Path, target: str
 def test_it_is_the_same_each_time(workshop: Workshop, llama: Path, tmp_path: Path) -> None:
     first = workshop.converted(llama, "--target-bpw", "3", balanced=True)
     again = convert(llama, tmp_path / "again", "--target-bpw", "3")
-    assert contents(again.folder)["model.safetensors"] == contents(first.folder)["model.safetensors"]
+    assert (
+        contents(again.folder)["model.safetensors"] == contents(first.folder)["model.safetensors"]
+    )
 
 
 def test_layers_whose_width_is_given_keep_it(workshop: Workshop, moe: Path) -> None:

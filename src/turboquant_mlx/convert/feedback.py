@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +40,7 @@ from ..quant.rotation import rotate
 from ..quant.threads import for_each
 from ..quant.weight import PackedWeight, dequantize_weight
 from .calibrate import begin_tokens, describe, text_tokens
+from .feedback_store import FeedbackStore
 from .layer_pass import Build, Call, LayerPass, intercept, no_product
 from .self_text import LENGTH, SEQUENCES, sample_sequences
 
@@ -67,53 +67,12 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-class Store:
-    """Quantized layers on their way, on disk.
-
-    Args:
-        folder: to make; it is empty again, and can be removed, once everything is taken.
-        entries: what the manifest says of each layer.
-    """
-
-    def __init__(self, folder: Path, entries: Mapping[str, ModuleEntry]):
-        self.folder = folder
-        self.entries = entries
-        self._files: dict[str, Path] = {}
-        folder.mkdir()
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._files
-
-    def put(self, path: str, packed: PackedWeight) -> None:
-        """Keep a layer."""
-        file = self.folder / f"{len(self._files)}.safetensors"
-        mx.save_safetensors(str(file), packed.arrays())
-        self._files[path] = file
-
-    def get(self, path: str) -> PackedWeight:
-        """Read a layer."""
-        entry = self.entries[path]
-        arrays: Any = mx.load(str(self._files[path]))
-        mx.eval(arrays)
-        return PackedWeight(spec=entry.spec, shape=entry.shape, **arrays)
-
-    def take(self, path: str) -> PackedWeight:
-        """Read a layer and forget it."""
-        packed = self.get(path)
-        self._files.pop(path).unlink()
-        return packed
-
-    def close(self) -> None:
-        """Remove the folder."""
-        self.folder.rmdir()
-
-
 def quantize_with_feedback(
     build: Build,
     groups: Mapping[str, Sequence[str]],
     multiplier: Callable[[str], np.ndarray],
     make_tokens: Callable[[], np.ndarray],
-    store: Store,
+    store: FeedbackStore,
     *,
     progress: bool = False,
 ) -> Outcome:
@@ -124,7 +83,7 @@ def quantize_with_feedback(
         groups: rotation groups, path of the leader -> paths of all members.
         multiplier: the input multiplier of a group, by its leader.
         make_tokens: gives int32 [pieces, length].
-        store: takes the layers.
+        store: takes the layers; those that an earlier run has left there are taken as they are.
         progress: show a progress bar on stderr.
 
     Returns:
@@ -136,7 +95,10 @@ def quantize_with_feedback(
     """
     work = None
     try:
-        tokens = make_tokens()
+        tokens = store.tokens()
+        if tokens is None:
+            tokens = make_tokens()
+            store.keep_tokens(tokens)
         work = _Pass(build, groups, multiplier, store)
         work.run(tokens, progress)
         return work.outcome()
@@ -163,7 +125,7 @@ class _Pass(LayerPass):
         build: Build,
         groups: Mapping[str, Sequence[str]],
         multiplier: Callable[[str], np.ndarray],
-        store: Store,
+        store: FeedbackStore,
     ):
         super().__init__(build, groups, "error feedback")
         self.multiplier = multiplier
@@ -200,6 +162,10 @@ class _Pass(LayerPass):
         return call(x, *args, **kwargs)
 
     def _quantize(self, leader: str, x: mx.array, indices: mx.array | None) -> None:
+        if all(member in self.store for member in self.groups[leader]):  # by an earlier run
+            for member in self.groups[leader]:
+                self._replace(member, self.store.get(member))
+            return
         spec = self.store.entries[leader].spec
         moments = partial(second_moments, block=spec.rotation_block, m=self.multiplier(leader))
         values = as_numpy(x)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, 
 from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter
 from ..errors import QuantizationError
+from ..kernels.dispatch import backend
 from ..quant.rotation import random_signs
 from ..quant.weight import quantize_weight
 from . import files
 from .balance import channel_scales, input_multiplier
 from .calibrate import measure_channels
-from .feedback import Store, forecast, make_tokens, quantize_with_feedback
+from .feedback import forecast, make_tokens, quantize_with_feedback
+from .feedback_store import FeedbackStore, fingerprint
 from .options import DEFAULT_GROUP_SIZE, ConvertOptions
 from .recipe import Decision, ModuleInfo, Plan, plan_modules
 from .report import ConvertReport, format_bytes
@@ -70,7 +73,7 @@ class Job:
                 "model type needs its plain values"
             )
         self.scales: dict[str, np.ndarray] = {}
-        self.store: Store | None = None
+        self.store: FeedbackStore | None = None
         self.manifest = self._build_manifest()
         self.layout = self._build_layout()
 
@@ -204,13 +207,14 @@ class Job:
         return found.notices, found.warnings
 
     def feed_back(
-        self, text: str | None, folder: Path, progress: bool, say: Say
+        self, text: str | None, balance_text: str | None, target: Path, progress: bool, say: Say
     ) -> tuple[list[str], list[str]]:
         """Quantize with error feedback whatever a text, or what the model writes, reaches.
 
         Args:
             text: None to let the model write.
-            folder: where the layers are kept until they are written.
+            balance_text: what the channels were balanced on, None if they were not.
+            target: the folder to write; beside it the layers are kept until they are written.
             progress: show progress bars.
             say: is told first how long it will take.
 
@@ -219,7 +223,20 @@ class Job:
         """
         groups, entries = self.manifest.groups(), self.manifest.modules
         say("note", forecast(groups, entries, self.source.config, writes=text is None))
-        self.store = Store(folder / ".feedback", entries)
+        key = fingerprint(
+            files.created_by(),
+            version("mlx"),
+            backend(),
+            self.options.to_dict(),
+            {path: entry.to_dict() for path, entry in entries.items()},
+            text,
+            balance_text,
+            self.source.folder.path / "config.json",
+            *sorted(self.source.folder.weight_files),
+        )
+        self.store = FeedbackStore(target, key, entries)
+        if self.store.found:
+            say("note", f"an earlier run of this command has left {self.store.found:,} layers")
         found = quantize_with_feedback(
             self.build_again,
             groups,
@@ -286,8 +303,6 @@ class Job:
                 self._forget(path)
                 bar.update(sizes.get(path, 0))
         files.copy_mtp(writer, self.source.folder, self.mtp)
-        if self.store is not None:
-            self.store.close()
 
     def _make(self, path: str) -> dict[str, Any]:
         """The arrays of one module, by full tensor name."""
@@ -315,7 +330,7 @@ class Job:
     def _packed(self, weight: mx.array, entry: ModuleEntry) -> dict[str, Any]:
         group = entry.rotation_group
         if self.store is not None and entry.path in self.store:
-            packed = self.store.take(entry.path)
+            packed = self.store.get(entry.path)
         else:
             seed = self.options.rotation_seed
             packed = quantize_weight(
@@ -379,6 +394,8 @@ class Job:
         config.update(config_entries(self.manifest, self.label_bits(), self.label_group_size()))
         files.write_side_files(writer, self.source.folder, report, self.options)
         writer.commit(config, total_parameters=report.parameters)
+        if self.store is not None:
+            self.store.remove()
 
 
 def _size(group: dict[str, Any]) -> str:

@@ -96,6 +96,7 @@ def convert(
         named_read_errors(source.folder.path),
         FolderWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer,
         _memory_mode(options.streaming),
+        _kept_for_later(job, say),
     ):
         if options.target_bpw is None:
             job.declare(writer)
@@ -105,7 +106,7 @@ def convert(
             widths.share_bits(job, balance_text or load_text(), progress)
             job.declare(writer)
         if options.error_feedback:
-            _tell(say, *job.feed_back(feedback_text, writer.path, progress, say))
+            _tell(say, *job.feed_back(feedback_text, balance_text, target, progress, say))
         job.write(writer, progress)
         report = build_report(
             target=target,
@@ -139,6 +140,23 @@ def _nothing_to_do(source: SourceModel, plan: Plan) -> TurboQuantError:
         f"nothing in {source.folder.path} can be quantized with these options ({reasons})",
         hint="a smaller --group-size may divide the widths of this model",
     )
+
+
+@contextmanager
+def _kept_for_later(job: Job, say: Say) -> Iterator[None]:
+    """Say what an interrupted run has left for the next one."""
+    try:
+        yield
+    except BaseException:
+        if job.store is not None:
+            job.store.remove_if_empty()
+            if len(job.store):
+                say(
+                    "note",
+                    f"{len(job.store):,} quantized layers are kept in {job.store.folder}; the same "
+                    "command goes on from there, or remove the folder",
+                )
+        raise
 
 
 @contextmanager
