@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -103,6 +105,14 @@ def test_lists_are_walked_and_other_kinds_left_alone():
         "3 of 8 layers are packed; left as they are: "
         "2 ArraysCache, 1 ChunkedKVCache, 2 RotatingKVCache"
     )
+
+
+def test_the_second_cache_of_a_list_is_packed_only_where_it_belongs_to_attention():
+    for model_type, expected in ((None, False), ("deepseek_v32", False), ("longcat_flash", True)):
+        prompt_cache = [CacheList(KVCache(), KVCache())]
+        pack_prompt_cache(prompt_cache, KVSpec(4, 4), SimpleNamespace(model_type=model_type))
+        assert isinstance(prompt_cache[0][0], TurboQuantKVCache)
+        assert isinstance(prompt_cache[0][1], TurboQuantKVCache) is expected
 
 
 def test_converting_twice_changes_nothing():

@@ -187,7 +187,7 @@ def _prompt_cache(model: Any, spec: KVSpec | None, name: str) -> list[Any]:
     if is_quantization_aware(name):
         cli.notice(qat_message(name))
         return caches
-    pack_prompt_cache(caches, spec)
+    pack_prompt_cache(caches, spec, model)
     report = CacheReport.of(caches)
     if not report.packed:
         kinds = ", ".join(sorted(report.left))

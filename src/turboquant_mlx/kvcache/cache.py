@@ -85,6 +85,16 @@ class _PackedCache:
         """Views of all keys [B, Hkv, columns, D] and values that are held."""
         return view_pair(self.store, *self.store.decoded(self.store.columns))
 
+    @property
+    def keys(self) -> mx.array | None:
+        """An array that all later keys hang on, for models that tie their graph to
+        ``cache.keys = mx.depends(cache.keys, ...)``. These are no keys: see ``keys_and_values``."""
+        return self.store.anchor
+
+    @keys.setter
+    def keys(self, tied: mx.array) -> None:
+        self.store.anchor = tied
+
     def size(self) -> int:
         return self.store.columns
 

@@ -19,13 +19,25 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 from ..cli import notice
 from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, _batch_store, _PackedCache
-from .spec import KVOptions, KVSpec, is_quantization_aware, options_from_environment, resolve
-from .spec import turboquant_enabled as turboquant_enabled
-from .spec import validate_bits as validate_bits
+from .spec import (
+    KVOptions,
+    KVSpec,
+    is_quantization_aware,
+    options_from_environment,
+    resolve,
+    turboquant_enabled,
+)
+
+ATTENTION_PAIRS = ("longcat_flash", "longcat_flash_ngram")
+"""Model types whose ``CacheList`` has two caches of attention. In the others a second ``KVCache``
+holds the keys of an index (DeepSeek-V3.2, MiniMax-M3), which the model's code reaches into."""
 
 
-def pack_entry(entry: Any, spec: KVSpec) -> Any:
-    """A packed cache in place of a plain one, with what it holds; other entries as they are."""
+def pack_entry(entry: Any, spec: KVSpec, model_type: str | None = None) -> Any:
+    """A packed cache in place of a plain one, with what it holds; other entries as they are.
+
+    Of a ``CacheList`` only the first ``KVCache`` is packed, but both in ``ATTENTION_PAIRS``.
+    """
     if type(entry) is KVCache:
         return TurboQuantKVCache.from_cache(entry, spec=spec)
     if type(entry) is BatchKVCache:
@@ -33,20 +45,25 @@ def pack_entry(entry: Any, spec: KVSpec) -> Any:
         packed.store = _batch_store(entry, spec)
         return packed
     if isinstance(entry, CacheList):
-        entry.caches = type(entry.caches)(pack_entry(c, spec) for c in entry.caches)
+        first = next((c for c in entry.caches if type(c) in (KVCache, BatchKVCache)), None)
+        every = model_type in ATTENTION_PAIRS
+        entry.caches = type(entry.caches)(
+            pack_entry(c, spec, model_type) if every or c is first else c for c in entry.caches
+        )
         return entry
     if type(entry) in (list, tuple):
-        return type(entry)(pack_entry(c, spec) for c in entry)
+        return type(entry)(pack_entry(c, spec, model_type) for c in entry)
     return entry
 
 
-def pack_prompt_cache(prompt_cache: list[Any], spec: KVSpec) -> None:
+def pack_prompt_cache(prompt_cache: list[Any], spec: KVSpec, model: Any = None) -> None:
     """Replace the plain caches of a prompt cache by packed ones, in place, protected layers left
-    out."""
+    out. ``model`` is the one that made it, if that is known."""
+    model_type = getattr(model, "model_type", None)
     last = len(prompt_cache) - spec.protect_last
     for i, entry in enumerate(prompt_cache):
         if spec.protect_first <= i < last:
-            prompt_cache[i] = pack_entry(entry, spec)
+            prompt_cache[i] = pack_entry(entry, spec, model_type)
 
 
 def install(model: Any, spec: KVSpec) -> None:
@@ -58,7 +75,7 @@ def install(model: Any, spec: KVSpec) -> None:
     def make_cache() -> list[Any]:
         made = original() if original else [KVCache() for _ in model.layers]
         made = list(made)
-        pack_prompt_cache(made, spec)
+        pack_prompt_cache(made, spec, model)
         return made
 
     make_cache.packed = True  # type: ignore[attr-defined]
@@ -168,13 +185,12 @@ def maybe_quantize_kv_cache(
 
 
 def _pack_when_due(entry: Any, spec: KVSpec) -> Any:
-    if isinstance(entry, CacheList):
-        entry.caches = type(entry.caches)(_pack_when_due(c, spec) for c in entry.caches)
-        return entry
     if type(entry) in (list, tuple):
         return type(entry)(_pack_when_due(c, spec) for c in entry)
-    if type(entry) is KVCache and not entry.empty() and entry.offset < spec.start:
-        return entry
+    caches = entry.caches if isinstance(entry, CacheList) else [entry]
+    for cache in caches:
+        if type(cache) is KVCache and not cache.empty() and cache.offset < spec.start:
+            return entry
     return pack_entry(entry, spec)
 
 
@@ -189,6 +205,7 @@ class CacheReport:
         layers: entries that hold keys and values or another state.
         packed: those that are packed caches.
         frozen: those of them that have packed something so far.
+        pending: those of them that hold tokens, all in 16 bits as yet.
         held: bytes of all.
         plain: bytes that the same tokens take in 16 bits (layers left alone: as they are).
         spare: bytes of ``held`` that hold no token yet, of packed caches.
@@ -198,6 +215,7 @@ class CacheReport:
     layers: int
     packed: int
     frozen: int
+    pending: int
     held: int
     plain: int
     spare: int
@@ -206,12 +224,13 @@ class CacheReport:
     @classmethod
     def of(cls, prompt_cache: Any) -> CacheReport:
         """Look at a model's caches."""
-        packed = frozen = held = plain = spare = 0
+        packed = frozen = pending = held = plain = spare = 0
         left: Counter[str] = Counter()
         for entry in _entries(prompt_cache):
             if isinstance(entry, _PackedCache):
                 packed += 1
                 frozen += any(entry.store.frozen)
+                pending += not (any(entry.store.frozen) or entry.empty())
                 held += entry.nbytes
                 plain += entry.plain_nbytes
                 spare += entry.spare_nbytes
@@ -219,7 +238,8 @@ class CacheReport:
             left[type(entry).__name__] += 1
             n = _nbytes(entry)
             held, plain = held + n, plain + n
-        return cls(packed + sum(left.values()), packed, frozen, held, plain, spare, dict(left))
+        layers = packed + sum(left.values())
+        return cls(layers, packed, frozen, pending, held, plain, spare, dict(left))
 
     def describe(self) -> str:
         """One line: how many layers are packed and what the cache costs."""
@@ -229,7 +249,7 @@ class CacheReport:
         if self.spare:
             line += f" ({_size(self.spare)} of it spare)"
         line += f", {_size(self.plain)} without packing; {self.packed} of {self.layers} layers"
-        return line + (" packed" if self.frozen == self.packed else " to be packed")
+        return line + (" to be packed" if self.pending else " packed")
 
     def left_alone(self) -> str | None:
         """What stays in 16 bits, or None."""

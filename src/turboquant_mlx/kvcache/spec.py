@@ -29,7 +29,7 @@ bit on all the others (see docs/concepts/kv-cache.md)."""
 MAX_MIN_TOKENS = 2**20
 MAX_START = 2**31 - 1
 
-PRESETS: dict[str, tuple[int, int]] = {"safe": (6, 5), "balanced": (4, 4), "small": (4, 3)}
+PRESETS: dict[str, tuple[int, int]] = {"safe": (6, 5), "balanced": (5, 4), "small": (4, 3)}
 """Name -> (bits of keys, bits of values)."""
 
 

@@ -110,6 +110,22 @@ class PackedStore:
         return [a for a in held if a is not None]
 
     @property
+    def anchor(self) -> mx.array | None:
+        """An array that the next append starts from; it may be replaced by one that depends on
+        something else and is equal to it."""
+        return self.keys[0] if any(self.frozen) else self.raw_keys
+
+    @anchor.setter
+    def anchor(self, tied: mx.array) -> None:
+        held = self.anchor
+        if held is None or (tied.shape, tied.dtype) != (held.shape, held.dtype):
+            raise ValueError("the keys of a packed cache cannot be replaced")
+        if any(self.frozen):
+            self.keys = (tied, *self.keys[1:])
+        else:
+            self.raw_keys = tied
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are held, spare capacity included."""
         return sum(a.nbytes for a in self.arrays())
