@@ -7,13 +7,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx_lm.tuner.lora import LoRALinear
 
 from kernel_cases import ON_GPU, activation, dense, dialects, packed, running
 from turboquant_mlx.kernels import matmul
 from turboquant_mlx.kernels.gather import gather_matmul
 from turboquant_mlx.kernels.matmul import packed_matmul
-from turboquant_mlx.layers.linear import TurboQuantLinear
 from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.quant.spec import QuantSpec
 
@@ -63,6 +61,10 @@ def test_the_gradient_of_experts(dialect):
 @pytest.mark.parametrize("dialect", dialects())
 def test_lora_training_on_top_of_our_layers(dialect):
     """Two layers, so that the gradient of the lower adapter goes through the upper weight."""
+    LoRALinear = pytest.importorskip("mlx_lm.tuner.lora", exc_type=ImportError).LoRALinear
+    pytest.importorskip("threadpoolctl")  # of the layers' CPU back-end
+    from turboquant_mlx.layers.linear import TurboQuantLinear
+
     mx.random.seed(0)
 
     def layer():

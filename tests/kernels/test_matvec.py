@@ -25,7 +25,6 @@ from turboquant_mlx.kernels.matmul import packed_matmul
 from turboquant_mlx.kernels.matvec import gather_matvec, joint_matvec, matvec, why_not_jointly
 from turboquant_mlx.kernels.selection import Launch
 from turboquant_mlx.kernels.unpack import why_no_kernel
-from turboquant_mlx.layers.linear import TurboQuantLinear
 from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.quant.rotation import rotate
 from turboquant_mlx.quant.spec import QuantSpec
@@ -241,6 +240,9 @@ def test_matrices_that_cannot_be_multiplied_together():
 @pytest.mark.parametrize("kinds", ["alike", "different"])
 def test_layers_of_a_group_are_multiplied_together(dialect, kinds):
     """Where that is possible; either way the outputs are those of the layers alone."""
+    pytest.importorskip("threadpoolctl")  # of the layers' CPU back-end
+    from turboquant_mlx.layers.linear import TurboQuantLinear
+
     spec = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8", rotation_block=64)
     other = spec if kinds == "alike" else spec.with_(bits=4, window_bits=8)
     group = RotationGroup(192, 64)

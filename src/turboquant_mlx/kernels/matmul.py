@@ -54,12 +54,18 @@ def packed_matmul(
     return _kernel_matmul(x, weight, use_qjl, dialect)
 
 
+def kernels_of_backend(dtype: mx.Dtype) -> Dialect | None:
+    """The dialect of the back-end's kernels for activations of a dtype, None if it has none."""
+    choice = backend()
+    if choice == "cpu" or choice == "portable" or dtype not in KERNEL_DTYPES:
+        return None
+    return choice
+
+
 def kernel_dialect(x: mx.array, weight: PackedWeight) -> Dialect | None:
     """The dialect of the kernels that can multiply these, or None for the portable way."""
-    choice = backend()
-    if choice == "cpu" or choice == "portable" or x.size == 0 or x.dtype not in KERNEL_DTYPES:
-        return None
-    return None if why_no_kernel(weight) else choice
+    dialect = kernels_of_backend(x.dtype)
+    return None if dialect is None or x.size == 0 or why_no_kernel(weight) else dialect
 
 
 def portable_matmul(x: mx.array, weight: PackedWeight, use_qjl: bool = True) -> mx.array:

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dispatch import backend, is_traced
-from ..kernels.matmul import kernel_dialect, packed_matmul
+from ..kernels.matmul import kernels_of_backend, packed_matmul
 from ..kernels.matvec import joint_matvec, why_not_jointly
 from ..kernels.rotate import rotated_input
 from ..kernels.selection import MATVEC_ROWS
@@ -75,10 +75,8 @@ class TurboQuantLinear(PackedLayer):
             self.jointly = all(isinstance(layer, TurboQuantLinear) for layer in layers) and (
                 not why_not_jointly([layer.packed() for layer in layers])
             )
-        if not self.jointly:
-            return None
-        dialect = kernel_dialect(x, self.packed())
-        if dialect is None:
+        dialect = kernels_of_backend(x.dtype)
+        if not self.jointly or dialect is None:
             return None
 
         def make() -> list[mx.array]:
