@@ -155,3 +155,28 @@ def test_variables_of_the_server(monkeypatch, capsys):
     monkeypatch.setenv("KV_BITS", "3.3")
     with pytest.raises(OptionError, match=r"3\.3 bits"):
         get_quantized_kv_bits()
+
+
+def test_caches_of_mlx_vlm_are_packed_too():
+    theirs = pytest.importorskip("mlx_vlm.models.cache")
+    cache, keys, values = theirs.KVCache(), *plain(70).keys_and_values()
+    cache.update_and_fetch(keys, values)
+    prompt_cache = [cache, theirs.RotatingKVCache(8), theirs.CacheList(theirs.KVCache())]
+    maybe_quantize_kv_cache(prompt_cache, 0, 64, 3.5)
+    for a, b in zip(prompt_cache[0].keys_and_values(), convert(plain(70)).keys_and_values(),
+                    strict=True):  # fmt: skip
+        assert mx.array_equal(a, b)
+    assert isinstance(prompt_cache[2][0], TurboQuantKVCache)
+    assert CacheReport.of(prompt_cache).left == {"RotatingKVCache": 1}
+
+
+def test_mlx_vlms_prefix_cache_keeps_and_merges_rows():
+    made, empty = convert(plain(70)), TurboQuantKVCache(3.5)
+    restored = TurboQuantKVCache(3.5)
+    restored.prefix_cache_restore(made.prefix_cache_snapshot())
+    assert restored.offset == 70
+    assert restored.prefix_cache_reserve(100) == ()
+    batch = made.prefix_cache_merge([restored, KVCache(), empty], [70, 0, 0])
+    assert batch.offset.tolist() == [70, 0, 0]
+    assert made.prefix_cache_merge([restored], [69]) is None
+    assert made.prefix_cache_merge([convert(plain(70), bits=2.5)], [70]) is None

@@ -20,6 +20,12 @@ from .store import PackedStore
 from .views import HookHold, view_pair
 
 STATE_VERSION = 1
+_LIBRARIES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
+
+
+def kind_of(cache: Any) -> str:
+    """Name of the class of a cache that mlx-lm or mlx-vlm brings along, exactly; else ""."""
+    return type(cache).__name__ if type(cache).__module__ in _LIBRARIES else ""
 
 
 def make_spec(
@@ -113,6 +119,30 @@ class _PackedCache:
         """Bytes that are held, spare capacity included."""
         return self.store.nbytes
 
+    # mlx-vlm's prefix cache asks for these four
+
+    def prefix_cache_snapshot(self) -> dict[str, Any]:
+        """What ``prefix_cache_restore`` takes."""
+        return {"state": self.state, "meta_state": None}
+
+    def prefix_cache_restore(self, snapshot: dict[str, Any]) -> None:
+        """Become what the snapshot was taken of."""
+        self.state = snapshot["state"]
+
+    def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple:
+        """Nothing is reserved ahead: capacity grows by a sixteenth."""
+        return ()
+
+    def prefix_cache_merge(self, rows: list[Any], prefix_lens: list[int]) -> Any:
+        """One batch of restored rows, empty plain ones among them; None if they do not fit."""
+        for row, length in zip(rows, prefix_lens, strict=True):
+            ours = isinstance(row, TurboQuantKVCache) and row.spec == self.spec
+            cold = kind_of(row) == "KVCache" and row.keys is None
+            if not (ours or cold) or int(row.offset) != int(length):
+                return None
+        singles = [TurboQuantKVCache.from_cache(row, spec=self.spec) for row in rows]
+        return BatchTurboQuantKVCache.merge(singles) if singles else None
+
     @property
     def spare_nbytes(self) -> int:
         """Bytes of ``nbytes`` that hold no token yet."""
@@ -201,7 +231,7 @@ class TurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
         value_bits: int | None = None,
         spec: KVSpec | None = None,
     ) -> TurboQuantKVCache:
-        """Pack what an mlx-lm ``KVCache`` holds.
+        """Pack what a ``KVCache`` of mlx-lm or mlx-vlm holds.
 
         Raises:
             OptionError: unsupported bits, or a cache of another kind.
@@ -211,10 +241,10 @@ class TurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
             if cache.spec != made.spec:
                 raise OptionError("a cache that is packed in another way cannot be packed again")
             return cache
-        if type(cache) is not mlx_lm_cache.KVCache:
+        if kind_of(cache) != "KVCache":
             raise OptionError(f"a {type(cache).__name__} cannot be packed")
-        if not cache.empty() and cache.offset:
-            keys, values = cache.keys_and_values()
+        if cache.keys is not None and cache.offset:
+            keys, values = (x[..., : cache.offset, :] for x in (cache.keys, cache.values))
             if keys.shape[0] > 1:
                 made._start(PackedStore(made.spec, [0] * keys.shape[0]))
             made.store.append(keys, values)
@@ -358,12 +388,13 @@ class BatchTurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
 def _batch_store(other: Any, spec: KVSpec) -> PackedStore:
     if isinstance(other, _PackedCache):
         return other.store
-    if type(other) is not mlx_lm_cache.BatchKVCache:
+    if kind_of(other) != "BatchKVCache":
         raise OptionError(f"a {type(other).__name__} cannot be joined to a packed cache")
     padding = [int(p) for p in other.left_padding.tolist()]
     store = PackedStore(spec, padding)
     if other.keys is not None:
-        store.append(*other.keys_and_values())
+        end = other._idx
+        store.append(other.keys[..., :end, :], other.values[..., :end, :])
     return store
 
 

@@ -1,8 +1,8 @@
 """Put packed caches where plain ones would be, and tell what became of each layer.
 
-Only entries of exactly mlx-lm's ``KVCache`` (or ``BatchKVCache``) are packed, also inside
-``CacheList``, lists and tuples. Sliding-window, recurrent and chunked caches stay as they are;
-``CacheReport`` says so, and what everything costs in fact.
+Only entries of exactly ``KVCache`` (or ``BatchKVCache``) of mlx-lm or mlx-vlm are packed, also
+inside ``CacheList``, lists and tuples. Sliding-window, recurrent and chunked caches stay as they
+are; ``CacheReport`` says so, and what everything costs in fact.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
 from ..cli import notice
-from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, _batch_store, _PackedCache
+from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, _batch_store, _PackedCache, kind_of
 from .spec import (
     KVOptions,
     KVSpec,
@@ -38,14 +37,14 @@ def pack_entry(entry: Any, spec: KVSpec, model_type: str | None = None) -> Any:
 
     Of a ``CacheList`` only the first ``KVCache`` is packed, but both in ``ATTENTION_PAIRS``.
     """
-    if type(entry) is KVCache:
+    if kind_of(entry) == "KVCache":
         return TurboQuantKVCache.from_cache(entry, spec=spec)
-    if type(entry) is BatchKVCache:
+    if kind_of(entry) == "BatchKVCache":
         packed = BatchTurboQuantKVCache([0], spec=spec)
         packed.store = _batch_store(entry, spec)
         return packed
-    if isinstance(entry, CacheList):
-        first = next((c for c in entry.caches if type(c) in (KVCache, BatchKVCache)), None)
+    if kind_of(entry) == "CacheList":
+        first = next((c for c in entry.caches if kind_of(c) in ("KVCache", "BatchKVCache")), None)
         every = model_type in ATTENTION_PAIRS
         entry.caches = type(entry.caches)(
             pack_entry(c, spec, model_type) if every or c is first else c for c in entry.caches
@@ -187,9 +186,10 @@ def maybe_quantize_kv_cache(
 def _pack_when_due(entry: Any, spec: KVSpec) -> Any:
     if type(entry) in (list, tuple):
         return type(entry)(_pack_when_due(c, spec) for c in entry)
-    caches = entry.caches if isinstance(entry, CacheList) else [entry]
+    caches = entry.caches if kind_of(entry) == "CacheList" else [entry]
     for cache in caches:
-        if type(cache) is KVCache and not cache.empty() and cache.offset < spec.start:
+        held = kind_of(cache) == "KVCache" and cache.keys is not None
+        if held and cache.offset < spec.start:
             return entry
     return pack_entry(entry, spec)
 
@@ -261,7 +261,7 @@ class CacheReport:
 
 def _entries(prompt_cache: Any) -> Iterator[Any]:
     for entry in prompt_cache:
-        if isinstance(entry, CacheList):
+        if kind_of(entry) == "CacheList":
             yield from _entries(entry.caches)
         elif type(entry) in (list, tuple):
             yield from _entries(entry)
@@ -270,7 +270,7 @@ def _entries(prompt_cache: Any) -> Iterator[Any]:
 
 
 def _nbytes(entry: Any) -> int:
-    if isinstance(entry, mlx_lm_cache.ArraysCache):
+    if kind_of(entry) == "ArraysCache":
         return sum(a.nbytes for a in entry.cache if isinstance(a, mx.array))
     try:
         return int(entry.nbytes)
