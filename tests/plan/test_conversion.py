@@ -97,6 +97,15 @@ class TestExactness:
         done = workshop.converted(smollm2, *flags[text])
         assert predicted(smollm2, text) == written(done.folder)
 
+    def test_a_target_of_bits_per_weight_is_a_bound(self, workshop):
+        source = workshop.source("llama")
+        text = "target-bpw=3.4,codec=scalar"
+        conversion = convert_projection(open_model(str(source)), parse_options(text), text)
+        assert not conversion.exact
+        done = workshop.converted(source, "--target-bpw", "3.4", "--codec", "scalar", balanced=True)
+        real = inspect_folder(done.folder).weight_bytes
+        assert real <= conversion.weight_bytes <= 1.05 * real
+
     def test_nothing_is_left_behind(self, workshop, tmp_path, monkeypatch):
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         monkeypatch.setattr("tempfile.tempdir", None)

@@ -118,8 +118,8 @@ class Geometry:
         return sum(piece.kind == kind for piece in self.pieces())
 
     def packed(self, kv: KVSpec | None) -> int:
-        """Number of pieces that TurboQuant packs: what grows with every token, without windows,
-        chunks and the protected layers."""
+        """Number of pieces that TurboQuant packs: keys and values or latents of all tokens, without
+        windows, chunks, index keys and the protected layers."""
         if kv is None:
             return 0
         last = len(self.layers) - kv.protect_last
@@ -129,7 +129,7 @@ class Geometry:
 
 def is_packable(piece: Piece) -> bool:
     """Whether TurboQuant replaces this cache; the others stay as the model makes them."""
-    return isinstance(piece, Attention) and piece.window is None
+    return isinstance(piece, Attention) and piece.kind in ("full", "latent")
 
 
 def piece_bytes(piece: Piece, context: int, kv: KVSpec | None, element_bytes: int) -> int:

@@ -127,7 +127,7 @@ def _plan(args: Any) -> Plan:
             "source_bytes": model.weight_bytes,
             "weight_bytes": conversion.weight_bytes,
             "mtp_bytes": conversion.mtp_bytes,
-            "exact": True,
+            "exact": conversion.exact,
             "notices": list(conversion.notices),
         }
         model = conversion.as_model(model)

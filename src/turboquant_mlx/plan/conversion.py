@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.headers import LENGTH_BYTES, TensorInfo
-from ..convert.options import ConvertOptions, load_tiers, parse_layer_ranges
+from ..convert.options import BITS, ConvertOptions, load_tiers, parse_layer_ranges
 from ..errors import OptionError, UnsupportedModelError
 from .headers import ModelFiles
 from .weights import read_manifest
+
+UNASSIGNED = "(shared out by --target-bpw)"
+"""Stands for the bytes that a target leaves beyond the whole bits below it."""
 
 # Short names that --convert takes beside the options' own.
 _SHORT = {
@@ -48,6 +51,8 @@ class Conversion:
         text: the same as the user wrote it.
         tensors: name -> type and shape, places as in one file.
         config: what the result's config.json would hold.
+        exact: False with a target of bits per weight: which part gets how many is measured by
+            the conversion, and the bytes here are those that the target permits.
         mtp_bytes: bytes of a kept multi-token-prediction head, a file of its own beside these.
         notices: what the converter would say.
     """
@@ -56,6 +61,7 @@ class Conversion:
     text: str
     tensors: dict[str, TensorInfo]
     config: dict[str, Any]
+    exact: bool
     mtp_bytes: int
     notices: tuple[str, ...]
 
@@ -115,7 +121,12 @@ def _value(name: str, default: Any, text: str | None) -> Any:
         raise OptionError(f"--convert: {name}={text} is neither yes nor no")
     if text is None:
         raise OptionError(f"--convert: {name} needs a value, as in {name}=3")
-    return int(text) if text.lstrip("-").isdigit() else text
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) -> Conversion:
@@ -157,6 +168,12 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
         folder, loaded, network, precision, [], None, lambda: build()[0]
     )
     infos = source_model.list_modules(network)
+    target = options.target_bpw
+    if target is not None:
+        # as if every part got the whole bits below the target; what remains is added below
+        options = dataclasses.replace(
+            options, target_bpw=None, bits=min(max(int(target), BITS[0]), BITS[-1])
+        )
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:
         raise pipeline._nothing_to_do(source, plan)
@@ -167,11 +184,18 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
             stored.dtype, tuple(stored.shape), end, end + stored.num_bytes
         )
         end += stored.num_bytes
+    if target is not None:
+        packed = [path for path, entry in job.manifest.modules.items() if not entry.is_affine]
+        weights = sum(job.manifest.modules[path].num_weights for path in packed)
+        taken = sum(t.num_bytes for path in packed for t in job.layout[path])
+        rest = max(int(target * weights / 8) - taken, 0)
+        tensors[UNASSIGNED] = TensorInfo("U8", (rest,), end, end + rest)
     return Conversion(
-        options=options,
+        options=options if target is None else dataclasses.replace(options, target_bpw=target),
         text=text,
         tensors=tensors,
         config={**loaded, **_entries(job, options)},
+        exact=target is None,
         mtp_bytes=sum(folder.tensors[name].nbytes for name in job.mtp),
         notices=(*plan.notices, *plan.warnings),
     )

@@ -27,9 +27,15 @@ SAFE_SHARE = 0.95
 
 Mode = Literal["resident", "streaming", "no-fit", "unknown"]
 
-# A chunk is evaluated layer by layer: what is alive at a time is a few arrays of one layer.
-_LIVE_HIDDEN = 6  # residual, norm, its rotation, q/k/v and the output, in units of the hidden size
-_LIVE_MLP = 3  # gate, up and their product
+# Arrays of one layer while a chunk passes: residual, norm, its rotation, q/k/v and the output in
+# units of the hidden size; gate, up and their product in units of the MLP's.
+_LIVE_HIDDEN = 6
+_LIVE_MLP = 3
+# A GPU runs behind the program: arrays of so many layers wait for it to be done with them, and so
+# does most of the cache that the grown one replaces. Fitted to MLX 0.32.4 on an NVIDIA H200
+# (docs/guides/plan.md), and taken for Metal as well, which holds less back.
+_LIVE_LAYERS = 8
+_GROWTH_SHARE = 0.75
 # Heads for which MLX's fused attention needs no score matrix.
 _FUSED_DIMS = {"metal": (64, 80, 128), "cuda": (64, 80, 96, 128), "cpu": ()}
 _SCORE_COPIES = 2
@@ -324,34 +330,47 @@ def _workspace(
     vocabulary = _size(text, "vocab_size") or 0
     rows = min(step, request.context)
     width = 6 if machine.backend == "cpu" else 2  # 16-bit activations, float32 ones beside on a CPU
+    layers = weights.layers or 1
     live = rows * (_LIVE_HIDDEN * hidden + _LIVE_MLP * inner) * width
     if machine.backend == "cpu":
-        live += rows * _CPU_KEPT * hidden * (weights.layers or 1)
-    attention, largest = _attention(geometry, heads, machine, rows, request.context)
+        live += rows * _CPU_KEPT * hidden * layers
+    else:
+        live *= min(layers, _LIVE_LAYERS)
+    attention, grown = _attention(geometry, heads, machine, rows, request)
     logits = vocabulary * 3 * 4
     decode = _DECODE_BYTES if weights.quantization == "turboquant" else 0
     if machine.backend == "cpu":
         decode = 0
     basis = f"chunks of {step} tokens: activations, attention, logits of one row"
-    return Term(live + attention + largest + logits + decode, basis)
+    return Term(live + attention + grown + logits + decode, basis)
 
 
 def _attention(
-    geometry: Geometry | None, heads: int, machine: Machine, rows: int, context: int
+    geometry: Geometry | None, heads: int, machine: Machine, rows: int, request: Request
 ) -> tuple[int, int]:
-    """(bytes of score matrices, bytes of one layer's cache while it grows)."""
-    pieces = [] if geometry is None else [p for p in geometry.pieces() if isinstance(p, Attention)]
-    scores = grown = 0
-    for piece in pieces:
+    """(bytes of score matrices or decoded keys and values, bytes of caches while they grow)."""
+    if geometry is None:
+        return 0, 0
+    context, scores = request.context, 0
+    for piece in geometry.pieces():
+        if not isinstance(piece, Attention):
+            continue
         seen = context if piece.window is None else min(context, piece.window + rows)
-        size = seen * piece.heads * (piece.key_dim + piece.value_dim)
+        plain = seen * piece.heads * (piece.key_dim + piece.value_dim) * 2
         if machine.backend == "cpu":
             # keys and values of a layer are widened to float32
-            scores = max(scores, _CPU_SCORE_BYTES + size * 4)
-        elif piece.key_dim != piece.value_dim or piece.key_dim not in _FUSED_DIMS[machine.backend]:
-            scores = max(scores, heads * rows * seen * 2 * _SCORE_COPIES)
-        grown = max(grown, size * 2)
-    return scores, grown
+            scores = max(scores, _CPU_SCORE_BYTES + 2 * plain)
+            continue
+        fused = piece.key_dim == piece.value_dim and piece.key_dim in _FUSED_DIMS[machine.backend]
+        matrix = 0 if fused else heads * rows * seen * 2 * _SCORE_COPIES
+        # a packed cache is decoded for a chunk, one layer at a time
+        decoded = plain if request.kv is not None and piece.window is None else 0
+        scores = max(scores, matrix + decoded)
+    if machine.backend == "cpu":
+        return scores, 0
+    kinds = geometry.bytes_by_kind(context, request.kv)
+    growing = sum(kinds.get(kind, 0) for kind in ("full", "latent", "index"))
+    return scores, int(_GROWTH_SHARE * growing)
 
 
 def _hot_experts(weights: Weights, machine: Machine, projection: Projection) -> int | None:

@@ -201,10 +201,11 @@ def extras_text(extras: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     conversion = extras.get("conversion")
     if conversion:
+        size = format_bytes(conversion["weight_bytes"])
+        kind = "exact" if conversion["exact"] else "a bound: the conversion shares out the bits"
         lines += [
-            f"converted with {conversion['options_text']}: "
-            f"{format_bytes(conversion['weight_bytes'])}, exact"
-            f" (the source has {format_bytes(conversion['source_bytes'])})"
+            f"converted with {conversion['options_text']}: {size}, {kind} "
+            f"(the source has {format_bytes(conversion['source_bytes'])})"
         ]
         lines += [f"  note: {text}" for text in conversion["notices"]]
     table = extras.get("table")
