@@ -13,6 +13,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from turboquant_mlx.errors import CheckpointError, OptionError
+from turboquant_mlx.kernels.dispatch import force_backend
 from turboquant_mlx.kvcache.cache import BatchTurboQuantKVCache, TurboQuantKVCache
 from turboquant_mlx.kvcache.spec import KVSpec
 
@@ -314,3 +315,28 @@ def test_a_state_that_is_none_is_named():
     (_, *facts), *rest = single(KVSpec(3, 4), 4).state
     with pytest.raises(CheckpointError, match="state version 99"):
         TurboQuantKVCache.from_state(((99, *facts), *rest))
+
+
+def test_a_prompt_in_pieces_needs_less_memory_than_with_plain_caches():
+    """The peak, with 24 layers: decoded keys and values of one layer at a time, and the cache."""
+
+    def peak(make) -> int:
+        mx.random.seed(0)
+        caches = [make() for _ in range(24)]
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        for _ in range(4):
+            for cache in caches:
+                keys, values = (
+                    mx.random.normal((1, HEADS, 256, WIDTH)).astype(mx.float16) for _ in range(2)
+                )
+                held = cache.update_and_fetch(keys, values)
+                q = keys[:, :, -16:]
+                mx.eval(mx.fast.scaled_dot_product_attention(q, *held, scale=0.1))
+                del held
+            mx.eval([cache.state for cache in caches])
+        return mx.get_peak_memory() - before
+
+    with force_backend("cpu"):
+        assert peak(lambda: TurboQuantKVCache(3.5)) < 0.6 * peak(KVCache)

@@ -40,7 +40,7 @@ Parts = tuple[mx.array, ...]
 
 PIECE = 2**14
 """Values that are coded at a time; each takes about 100 bytes of workspace."""
-MLX_PIECE = 2**18
+MLX_PIECE = 2**17
 """The same where every operation is a launch of its own."""
 
 SEED = 42
