@@ -21,11 +21,13 @@ from mlx_lm.utils import _get_classes
 from turboquant_mlx.kvcache.architecture_defaults import DEFAULTS
 from turboquant_mlx.kvcache.architectures import ALIASES, RULES
 from turboquant_mlx.kvcache.geometry import Attention, State, describe, text_config, why_unknown
+from turboquant_mlx.kvcache.install import install
 from turboquant_mlx.kvcache.spec import KVSpec
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "tiny_configs.json").read_text()
 )
+SPECS = (KVSpec(8, 3), KVSpec(3, 4, min_tokens=20))
 CONTEXTS = (40, 300)  # below and above all windows of the tiny configs, and a step of 256
 
 
@@ -43,19 +45,26 @@ def experts_in_bfloat16() -> Iterator[None]:
     mx.gather_mm = original
 
 
-def real_bytes(config: dict[str, Any]) -> list[int]:
-    """Bytes of the caches after a prompt and one generated token, per context length."""
+def build(config: dict[str, Any]) -> Any:
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    sizes = []
-    for context in CONTEXTS:
-        caches = make_prompt_cache(model)
-        prompt = mx.arange(context - 1)[None] % 200
-        mx.eval(model(prompt, cache=caches), [cache.state for cache in caches])
-        mx.eval(model(mx.array([[5]]), cache=caches))
-        sizes.append(sum(cache.nbytes for cache in caches))
-    return sizes
+    return model
+
+
+def filled_bytes(model: Any, context: int) -> int:
+    """Bytes of the caches after a prompt and one generated token."""
+    caches = make_prompt_cache(model)
+    prompt = mx.arange(context - 1)[None] % 200
+    mx.eval(model(prompt, cache=caches), [cache.state for cache in caches])
+    mx.eval(model(mx.array([[5]]), cache=caches))
+    return sum(cache.nbytes for cache in caches)
+
+
+def real_bytes(config: dict[str, Any]) -> list[int]:
+    """The same per context length."""
+    model = build(config)
+    return [filled_bytes(model, context) for context in CONTEXTS]
 
 
 class TestAgainstTheRealCaches:
@@ -66,6 +75,15 @@ class TestAgainstTheRealCaches:
         assert geometry is not None, why_unknown(config)
         predicted = [geometry.nbytes(context) for context in CONTEXTS]
         assert predicted == real_bytes(config)
+
+    @pytest.mark.parametrize("model_type", CONFIGS)
+    def test_packed_bytes_are_those_of_the_packed_caches(self, model_type):
+        config = CONFIGS[model_type]
+        spec = SPECS[len(model_type) % len(SPECS)]
+        model = build(config)
+        install(model, spec)
+        predicted = describe(config).nbytes(CONTEXTS[-1], spec)
+        assert predicted == pytest.approx(filled_bytes(model, CONTEXTS[-1]), rel=0.01)
 
     def test_covers_nearly_all_that_mlx_lm_has(self):
         assert len(CONFIGS) >= 110
@@ -131,23 +149,24 @@ class TestArithmetic:
 
 
 class TestTurboQuant:
-    def test_each_vector_is_codes_and_a_scale(self):
+    # 1023 tokens of a prompt and a sixteenth to spare
+    COLUMNS = 1023 + 1023 // 16
+
+    def test_each_vector_is_codes_and_a_scale_and_each_head_has_a_mean_key(self):
         # 64 values at 8 bits are 16 words and a byte of scale, at 3 bits 6 words and a byte
         spec = KVSpec(8, 3, min_tokens=0)
-        packed = describe(LLAMA).nbytes(1024, spec)
-        assert packed == 16 * 8 * 1024 * ((64 + 1) + (24 + 1))
+        packed = self.COLUMNS * ((64 + 1) + (24 + 1))
+        assert describe(LLAMA).nbytes(1024, spec) == 16 * 8 * (packed + 64 * 2)
 
-    def test_first_tokens_are_kept_in_16_bits(self):
-        spec = KVSpec(4, 4, min_tokens=128)
-        kept = 16 * 8 * 128 * 2 * 64 * 2
-        packed = 16 * 8 * 1024 * 2 * (32 + 1)  # 896 tokens round up to four steps
-        assert describe(LLAMA).nbytes(1024, spec) == kept + packed
+    def test_first_tokens_are_kept_in_16_bits_beside_them(self):
+        without, kept = KVSpec(4, 4, min_tokens=0), KVSpec(4, 4, min_tokens=128)
+        more = describe(LLAMA).nbytes(1024, kept) - describe(LLAMA).nbytes(1024, without)
+        assert more == 16 * 8 * 128 * (64 + 64) * 2
 
     def test_a_short_sequence_is_not_packed_yet(self):
         spec = KVSpec(4, 4)
-        assert describe(LLAMA).nbytes(spec.warm_tokens, spec) == describe(LLAMA).nbytes(
-            spec.warm_tokens
-        )
+        tokens = spec.warm_tokens - 1
+        assert describe(LLAMA).nbytes(tokens, spec) == (tokens - 1 + 16) * 16 * 8 * 128 * 2
 
     def test_protected_layers_stay_in_16_bits(self):
         geometry = describe(LLAMA)
@@ -157,8 +176,8 @@ class TestTurboQuant:
         plain, packed = geometry.nbytes(2048), geometry.nbytes(2048, free)
         assert geometry.nbytes(2048, spec) == (3 * plain + 13 * packed) // 16
 
-    @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "deepseek_v3", "mamba2"])
-    def test_windows_states_and_latents_are_left_alone(self, model_type):
+    @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "llama4", "minimax_m3_vl"])
+    def test_windows_chunks_states_and_index_keys_are_left_alone(self, model_type):
         geometry, spec = describe(CONFIGS[model_type]), KVSpec(3, 4)
         before, after = geometry.bytes_by_kind(2048), geometry.bytes_by_kind(2048, spec)
         assert {k: v for k, v in before.items() if k != "full"} == {

@@ -125,12 +125,12 @@ class TestTheChunk:
     def test_is_the_largest_that_is_safe(self):
         roomy = plan_model(dense(4), mac(64), Request()).projection
         assert roomy.step == 2048
-        tight = plan_model(dense(8.0), mac(16), Request()).projection
+        tight = plan_model(dense(5.4), mac(16), Request()).projection
         assert tight.step < 2048
         assert tight.peak <= 0.95 * mac(16).ceiling_bytes
 
     def test_a_smaller_one_is_named_in_the_flags(self):
-        plan = plan_model(dense(8.0), mac(16), Request())
+        plan = plan_model(dense(5.4), mac(16), Request())
         step = plan.projection.step
         assert any(flag.startswith(f"--prefill-step-size {step}") for flag in plan.verdict.flags)
 

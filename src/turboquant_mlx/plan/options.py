@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 from ..cli import CommandParser
-from ..kvcache.spec import KVOptions, KVSpec, resolve
+from ..kvcache.options import add_kv_options, kv_options
+from ..kvcache.spec import resolve
 from .machine import Machine, detect, with_overrides
 from .projection import DEFAULT_CONTEXT, Request
 
@@ -40,27 +41,7 @@ def add_shared_options(parser: CommandParser) -> None:
         help="plan with the n-gram table served from disk (Qwen3.8-Flash-Next), as the "
         "--ngram-offload of the other commands does",
     )
-    cache = parser.add_argument_group("key-value cache")
-    cache.add_argument(
-        "--kv-bits",
-        metavar="BITS",
-        help="bits of keys and values in the TurboQuant cache, whole or half (3.5: keys 3, values "
-        "4), or a preset: safe, balanced, small (default: 16 bits, not packed)",
-    )
-    cache.add_argument("--kv-k-bits", metavar="BITS", help="bits of keys, with --kv-v-bits")
-    cache.add_argument("--kv-v-bits", metavar="BITS", help="bits of values, with --kv-k-bits")
-    cache.add_argument(
-        "--kv-min-tokens",
-        type=_whole_or_none,
-        metavar="TOKENS",
-        help="first tokens that stay in 16 bits (default: as turboquant-generate)",
-    )
-    cache.add_argument(
-        "--kv-group-size",
-        type=_whole,
-        metavar="N",
-        help="values of a head that share a scale (default: the whole head)",
-    )
+    add_kv_options(parser)
     machine = parser.add_argument_group("another machine", "Without these, the one that this is.")
     machine.add_argument(
         "--wired-gb",
@@ -86,22 +67,10 @@ def request_of(args: argparse.Namespace) -> Request:
     """
     return Request(
         context=args.context,
-        kv=kv_of(args),
+        kv=resolve(kv_options(args)),
         prefill_step_size=args.prefill_step_size,
         ngram_offload=args.ngram_offload,
     )
-
-
-def kv_of(args: argparse.Namespace) -> KVSpec | None:
-    """The packing that the options ask for; the variables of other programs play no part."""
-    said = KVOptions(
-        bits=args.kv_bits,
-        key_bits=args.kv_k_bits,
-        value_bits=args.kv_v_bits,
-        group_size=args.kv_group_size,
-        min_tokens=args.kv_min_tokens,
-    )
-    return resolve(said, {})
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
@@ -126,12 +95,6 @@ def _number(check: Callable[[float], bool], wanted: str) -> Callable[[str], floa
 def _whole(text: str) -> int:
     return int(
         _number(lambda n: 1 <= n <= 2**31 - 1 and n == int(n), "a whole number above 0")(text)
-    )
-
-
-def _whole_or_none(text: str) -> int:
-    return int(
-        _number(lambda n: 0 <= n <= 2**31 - 1 and n == int(n), "a whole number of 0 or more")(text)
     )
 
 

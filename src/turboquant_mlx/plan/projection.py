@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..errors import OptionError
 from ..kvcache.geometry import Attention, Geometry, describe, text_config, why_unknown
-from ..kvcache.spec import KVSpec
+from ..kvcache.spec import DEFAULT_MIN_TOKENS, KVSpec
 from .headers import ModelFiles
 from .machine import GB, MIB, Machine
 from .weights import Weights, weigh
@@ -438,11 +438,25 @@ def _flags(projection: Projection) -> tuple[str, ...]:
         flags.append(f"--prefill-step-size {projection.step}  (a larger chunk would not be safe)")
     kv = request.kv
     if kv is not None:
-        widths = f"--kv-k-bits {kv.key_bits} --kv-v-bits {kv.value_bits}"
-        flags.append(f"{widths}  (key-value cache {kv.describe()})")
+        flags.append(f"{_kv_flags(kv)}  (key-value cache {kv.describe()})")
     if request.ngram_offload:
         flags.append("--ngram-offload  (n-gram tables stay on disk)")
     return tuple(flags)
+
+
+def _kv_flags(kv: KVSpec) -> str:
+    """The options that ask for a packing."""
+    flags = [f"--kv-k-bits {kv.key_bits} --kv-v-bits {kv.value_bits}"]
+    for name, scheme in (("key", kv.key_scheme), ("value", kv.value_scheme)):
+        if scheme != "turboquant":
+            flags.append(f"--kv-{name}-scheme {scheme}")
+    if kv.group_size:
+        flags.append(f"--kv-group-size {kv.group_size}")
+    if kv.min_tokens != DEFAULT_MIN_TOKENS:
+        flags.append(f"--kv-min-tokens {kv.min_tokens}")
+    if kv.start:
+        flags.append(f"--quantized-kv-start {kv.start}")
+    return " ".join(flags)
 
 
 def _wired_limit_mib(peak: int, most: int) -> int:
