@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import QuantizationError
+from .helpers import are_worth_starting
 from .packed import block_rows
 from .packing import pack_codes, pack_trits
 from .qjl import best_norm
@@ -78,6 +79,8 @@ def encode_numpy(job: Job, weight: mx.array, threads: int | None = None) -> None
         weight = weight.view(mx.uint16)
     mx.eval(weight)
     source = np.array(weight, copy=False)
+    if job.spec.is_trellis and threads is None and not are_worth_starting(source.size):
+        threads = 1  # without a process each, threads are slower than none
     pieces = _pieces(job, source.shape[0], threads or usable_cpus())
     for_each(lambda i: _encode_rows(job, source, pieces[i]), range(len(pieces)), threads)
 

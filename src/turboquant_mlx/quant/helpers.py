@@ -30,6 +30,11 @@ _PROGRAM = "from turboquant_mlx.quant.helper_process import serve; serve()"
 # BLAS libraries: the products of a search are too small to share.
 _SINGLE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
 
+# A process starts in the time that so many weights take; before, a model may be too small for it.
+WORTH_STARTING = 1_000_000
+SMALL = 1 << 16  # weights of a tensor whose pieces take less time than handing them over
+_searched = 0
+
 _idle: list[Helper] = []  # list operations are atomic
 _failures = 0
 _MOST_FAILURES = 3  # then no more are started
@@ -75,6 +80,15 @@ class Helper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def are_worth_starting(weights: int) -> bool:
+    """Whether a tensor of so many weights is worth helpers: it, and what was coded before it."""
+    global _searched
+    if weights <= SMALL:
+        return False
+    _searched += weights
+    return _searched >= WORTH_STARTING
 
 
 def search_elsewhere(
