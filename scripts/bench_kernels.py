@@ -35,8 +35,10 @@ from turboquant_mlx.kernels.dialect import Dialect
 from turboquant_mlx.kernels.dispatch import backend, why_backend
 from turboquant_mlx.kernels.gather import gather_matmul
 from turboquant_mlx.kernels.matmul import packed_matmul, portable_matmul
+from turboquant_mlx.kernels.matvec import joint_matvec
+from turboquant_mlx.kernels.rotate import rotate_few
 from turboquant_mlx.kernels.selection import Launch
-from turboquant_mlx.quant.rotation import block_size
+from turboquant_mlx.quant.rotation import block_size, rotate
 from turboquant_mlx.quant.spec import QuantSpec
 from turboquant_mlx.quant.weight import PackedWeight
 
@@ -276,6 +278,46 @@ def measure_experts() -> list[dict]:
     return results
 
 
+def measure_launches() -> list[dict]:
+    """What fewer launches gain: the rotation in one, and q, k and v of an 8B model in one."""
+    choice = backend()
+    assert choice == "metal" or choice == "cuda"
+    width = 4096
+    x = mx.random.normal((1, width)).astype(mx.float16)
+    spec = codes(width)["trellis3"]
+    block = spec.rotation_block
+    signs = [mx.ones((width,), mx.float16) for _ in range(2)]
+    layers = [
+        [random_weight(spec, outputs, width) for outputs in (4096, 1024, 1024)] for _ in range(4)
+    ]
+
+    def apart(x, weights):
+        return mx.concatenate([packed_matmul(x, weight) for weight in weights], axis=-1)
+
+    def together(x, weights):
+        return mx.concatenate(joint_matvec(x, weights, choice), axis=-1)
+
+    results = []
+    print("\nlaunches, one activation of 4096 values")
+    for name, product, arguments in [
+        ("rotation, plain MLX", lambda x, m: rotate(x, block, m), signs),
+        ("rotation, kernel", lambda x, m: rotate_few(x, block, m, choice), signs),
+        ("q, k, v apart", apart, layers),
+        ("q, k, v together", together, layers),
+    ]:
+        kernel = kernel_seconds(product, x, arguments)
+        called = called_seconds(product, x, arguments)
+        print(f"      {name:<20} {kernel * 1e6:>9.1f} {called * 1e6:>9.1f}", flush=True)
+        results.append(
+            {
+                "launches": name,
+                "kernel_us": round(kernel * 1e6, 2),
+                "called_us": round(called * 1e6, 2),
+            }
+        )
+    return results
+
+
 @contextlib.contextmanager
 def table_bytes(dialect: Dialect, n_bytes: int) -> Iterator[None]:
     """Another size of the looked-up tables for a while."""
@@ -304,7 +346,7 @@ def sweep(shapes: list, rows: list[int]) -> list[dict]:
             )
             tried = []
             for each, split, warps in itertools.product((2, 4, 8, 16), (1, 2, 4, 8), (4, 8)):
-                if split > warps or each * min(n_rows, 8) > 32:
+                if split > warps or each * min(n_rows, 8) > 64:
                     continue
                 launch = Launch(each, split, warps)
 
@@ -375,6 +417,7 @@ def main() -> None:
             wide = [s for s in shapes if s[0] * s[1] > 2**24]
             report["products"] += measure(wide, [8, 64, 512], bandwidth)
             report["experts"] = measure_experts()
+            report["launches"] = measure_launches()
     print(json.dumps(report))
 
 
