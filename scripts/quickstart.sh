@@ -53,6 +53,8 @@ if [ ! -e "$model/example_model.json" ]; then
 fi
 
 if [ ! -e "$converted/config.json" ]; then
+    echo "== will it fit?" >&2
+    "$environment/bin/turboquant-plan" --model "$model" --convert bits=3 >&2 || true
     echo "== converting it to 3 bits (about a minute)" >&2
     "$environment/bin/turboquant-convert" --hf-path "$model" --mlx-path "$converted" --bits 3 >&2
 fi
