@@ -166,11 +166,11 @@ def plan(
     if rows > 4:
         size = 8  # their activations must fit into registers
     tensor = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES and _suits_tensor(spec, width, size)
-    if launch is None:
-        launch = matvec_launch(dialect, sum(outputs), width, rows, size, entries)
     span = 1
     if rows == 1 and spec.group_size % (32 * size) == 0:
         span = spec.group_size // (32 * size)
+    if launch is None:
+        launch = matvec_launch(dialect, sum(outputs), width, rows, size * span, entries)
     if launch.outputs < 2:
         tensor = False
     copies = table_copies(dialect, unit.entry_bytes, unit.paired)

@@ -53,15 +53,19 @@ def matvec_launch(
 ) -> Launch:
     """The launch for ``rows`` (1 to 8) activations and ``copies`` weights [outputs, width].
 
-    ``unit`` is the number of weights that a lane decodes at a time.
+    ``unit`` is the number of weights that a lane takes before its warp may stop.
     """
-    most = 8 if rows <= 2 else 4  # unmeasured default: what registers hold
-    each = most
-    while each > 1 and outputs // each < 64:
-        each //= 2
     steps = -(-width // (32 * unit))
+    most = 1  # warps that can share outputs
+    while most < 8 and 2 * most <= steps:
+        most *= 2
+    each = 8 if rows <= 2 else 4  # unmeasured default: what registers hold
+    while each > 2 and outputs * copies * most < _WARPS[dialect] // 2 * each:
+        each //= 2
+    if outputs < 2 * each:
+        each = 1
     split = 1
-    while split < 8 and 2 * split <= steps and outputs * copies * split < _WARPS[dialect] * each:
+    while split < most and outputs * copies * split < _WARPS[dialect] * each:
         split *= 2
     return Launch(outputs=each, split=split, warps=8)
 

@@ -22,7 +22,7 @@
     second = table[tq_slot + 1u]; \
   }
 template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
-[[kernel]] void custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t(
+[[kernel]] void custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t(
   const device float16_t* x [[buffer(0)]],
   const device uint32_t* codes0 [[buffer(1)]],
   const constant int* codes0_shape [[buffer(2)]],
@@ -274,4 +274,4 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
 
 }
 
-template [[host_name("custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 8, 1, 1, 8>) custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_8_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 8, 1, 1, 8>;
+template [[host_name("custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 2, 1, 1, 8>) custom_kernel_turboquant_joint_matvec2__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float16_t_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 2, 1, 1, 8>;
