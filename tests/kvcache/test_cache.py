@@ -318,11 +318,11 @@ def test_a_state_that_is_none_is_named():
 
 
 def test_a_prompt_in_pieces_needs_less_memory_than_with_plain_caches():
-    """The peak, with 24 layers: decoded keys and values of one layer at a time, and the cache."""
+    """The peak, with 12 layers: decoded keys and values of one layer at a time, and the cache."""
 
     def peak(make) -> int:
         mx.random.seed(0)
-        caches = [make() for _ in range(24)]
+        caches = [make() for _ in range(12)]
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()

@@ -28,7 +28,8 @@ def model(smollm2):
 
 def prompt(tokenizer, length: int) -> list[int]:
     """About ``length`` tokens: the fact, as much text as fits, the question."""
-    filler = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: length - 60]
+    filler = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    filler = (filler * (length // len(filler) + 1))[: length - 60]
     content = FACT + tokenizer.decode(filler) + QUESTION
     messages = [{"role": "user", "content": content}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -59,3 +60,36 @@ def test_at_a_thousand_tokens_the_answer_is_that_of_16_bits(model):
     assert packed == plain
     losses = [a[t].item() - b[t].item() for t, a, b in zip(plain, before, after, strict=True)]
     assert sum(losses) < MARGIN
+
+
+@pytest.mark.heavy
+def test_at_four_thousand_tokens_the_answer_is_as_likely_as_with_16_bits(model):
+    """SmolLM2 no longer finds the fact there by itself, so the answer is put into its mouth."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, tokenizer = model
+    tokens = prompt(tokenizer, 4000)
+    assert len(tokens) > 3500
+    said = tokenizer.encode("The secret number of the red castle is 7421")
+
+    def log_probability() -> float:
+        cache = make_prompt_cache(model)
+        for start in range(0, len(tokens), 512):
+            mx.eval(model(mx.array([tokens[start : start + 512]]), cache=cache))
+        total, last = 0.0, tokens[-1]
+        cache_step = [c.trim(1) for c in cache]
+        assert set(cache_step) == {1}
+        for token in said:
+            logits = model(mx.array([[last]]), cache=cache)[0, -1].astype(mx.float32)
+            total += (logits[token] - mx.logsumexp(logits)).item()
+            last = token
+        return total
+
+    plain = log_probability()
+    install(model, KVSpec(3, 4))
+    try:
+        packed = log_probability()
+    finally:
+        uninstall(model)
+    print(f"log-probability of the answer: {plain:.2f} plain, {packed:.2f} packed")
+    assert packed > plain - MARGIN
