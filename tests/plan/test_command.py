@@ -158,6 +158,15 @@ class TestJson:
         assert values["error"]["kind"] == "ModelNotFoundError"
         assert values["error"]["message"] in err
 
+    @pytest.mark.parametrize("arguments", [("--context", "-5"), ("--kv-bits", "99"), ("--what",)])
+    def test_usage_errors_are_json_too(self, plan, llama, arguments):
+        code, out, err = plan("--model", str(llama), *arguments, "--json")
+        values = json.loads(out)
+        jsonschema.validate(values, SCHEMA)
+        assert code == 2
+        assert values["error"]["kind"] == "OptionError"
+        assert err.startswith("error: ")
+
 
 class TestText:
     def test_names_every_term_its_basis_and_the_answer(self, plan, llama):

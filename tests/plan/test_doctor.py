@@ -154,6 +154,46 @@ class TestDamage:
         assert checks["model.code"]["status"] == "warn"
 
 
+OLD_DAMAGES = [
+    ("signs missing", d.remove_tensor(f"{Q}.signs"), f"{Q}.signs"),
+    ("scales missing", d.remove_tensor(f"{Q}.scales"), f"{Q}.scales"),
+    ("codes missing", d.remove_tensor(f"{Q}.weight"), f"{Q}.weight"),
+    ("codebook missing", d.remove_tensor(f"{Q}.codebook"), Q),
+    ("wrong packed width", d.drop_row(f"{Q}.weight", 1), Q),
+    ("embedding missing", d.remove_tensor("model.embed_tokens.weight"), "embed_tokens"),
+    ("norm missing", d.remove_tensor("model.norm.weight"), "model.norm"),
+]
+
+
+class TestThePredecessorsFolders:
+    @pytest.mark.parametrize(
+        "folder", sorted(path for path in PEER.iterdir() if path.is_dir()), ids=lambda p: p.name
+    )
+    def test_whole_ones_pass(self, folder, doctor):
+        code, checks, _ = doctor("--model", str(folder))
+        assert code == 0
+        assert checks["model.manifest"]["message"].startswith("predecessor's format")
+
+    @pytest.mark.parametrize("number", range(len(OLD_DAMAGES)), ids=[r[0] for r in OLD_DAMAGES])
+    def test_damage_fails_and_is_named(self, number, doctor, tmp_path):
+        _, damage, words = OLD_DAMAGES[number]
+        folder = copy(PEER / "dense-3bit-g64", tmp_path / "m")
+        damage(folder)
+        code, checks, _ = doctor("--model", str(folder))
+        assert code == 1
+        found = [c for c in checks.values() if c["status"] == "fail"]
+        assert len(found) == 1
+        assert words in found[0]["message"]
+
+    def test_a_missing_shard_fails(self, doctor, tmp_path):
+        folder = copy(PEER / "sharded", tmp_path / "m")
+        gone = sorted(folder.glob("model-*.safetensors"))[0]
+        gone.unlink()
+        code, checks, _ = doctor("--model", str(folder))
+        assert code == 1
+        assert gone.name in checks["model.files"]["message"]
+
+
 class TestEnvironment:
     def test_ranges_are_those_of_the_project(self):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

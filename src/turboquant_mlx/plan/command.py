@@ -16,7 +16,7 @@ from ..errors import OptionError, TurboQuantError
 from ..kvcache.spec import KVSpec
 from .headers import ModelFiles, open_model
 from .machine import GB, Machine, detect
-from .options import add_shared_options, machine_of, request_of
+from .options import PlanParser, add_shared_options, machine_of, request_of
 from .projection import Plan, Request, plan_model
 from .report import error_dict, plan_dict, plan_text
 from .weights import weigh
@@ -37,9 +37,9 @@ _WEIGHT_BITS = (4, 3, 2)
 _CACHES: tuple[tuple[int, int] | None, ...] = (None, (8, 8), (8, 3), (4, 4), (3, 4))
 
 
-def build_parser() -> cli.CommandParser:
+def build_parser() -> PlanParser:
     """The command's parser."""
-    parser = cli.CommandParser(prog="turboquant-plan", description=_DESCRIPTION)
+    parser = PlanParser(prog="turboquant-plan", description=_DESCRIPTION)
     add_shared_options(parser)
     group = parser.add_argument_group("what if")
     group.add_argument(
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse(argv)
     try:
         plan = _plan(args)
     except TurboQuantError as error:

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from ..cli import CommandParser
+from ..errors import OptionError
 from ..kvcache.options import add_kv_options, kv_options
 from ..kvcache.spec import resolve
 from .machine import Machine, detect, with_overrides
 from .projection import DEFAULT_CONTEXT, Request
+from .report import error_dict
+
+
+class PlanParser(CommandParser):
+    """A parser whose usage errors are JSON as well, where JSON was asked for."""
+
+    json_wanted = False
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """``parse_args``; a wish for JSON holds even if the rest cannot be understood."""
+        self.json_wanted = "--json" in (sys.argv[1:] if argv is None else argv)
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        if self.json_wanted:
+            print(json.dumps(error_dict(OptionError(message)), indent=2))
+        super().error(message)
 
 
 def add_shared_options(parser: CommandParser) -> None:

@@ -297,8 +297,8 @@ def _expanded(weights: Weights, machine: Machine, loaded: int) -> Term:
     if machine.ram_bytes is None:
         return Term(None, "unknown: so is main memory")
     if size > _CPU_KEEP_SHARE * (machine.ram_bytes - loaded):
-        return Term(0, "float32 copies would not fit: weights are decoded on each call, slower")
-    return Term(size, "float32 copies that the CPU back-end keeps, --cpu-expand never avoids them")
+        return Term(0, "float32 copies would not fit: decoded on each call, slower")
+    return Term(size, "float32 copies for the CPU (none with --cpu-expand never)")
 
 
 def _reserve(config: Mapping[str, Any], machine: Machine) -> Term:

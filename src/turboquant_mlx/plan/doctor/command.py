@@ -15,7 +15,7 @@ from ... import cli
 from ...errors import OptionError, TurboQuantError
 from ..headers import open_model
 from ..machine import Machine
-from ..options import add_shared_options, machine_of, request_of
+from ..options import PlanParser, add_shared_options, machine_of, request_of
 from ..projection import Plan, Request, plan_model
 from ..report import SCHEMA, error_dict, plan_dict, verdict_dict
 from .check import Check, failed, passed, warned
@@ -36,9 +36,9 @@ exit codes: 0 nothing failed, 1 a check failed, 2 bad usage
 _MARKS = {"pass": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def build_parser() -> cli.CommandParser:
+def build_parser() -> PlanParser:
     """The command's parser."""
-    parser = cli.CommandParser(prog="turboquant-doctor", description=_DESCRIPTION)
+    parser = PlanParser(prog="turboquant-doctor", description=_DESCRIPTION)
     add_shared_options(parser)
     parser.add_argument(
         "--self-test",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     if args.model is None and not args.self_test:
         parser.error("the following arguments are required: --model")
     try:
