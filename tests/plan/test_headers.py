@@ -59,6 +59,14 @@ class TestFromTheHub:
         }
         assert answer.json["model"]["read_from_hub_bytes"] == sum(repository.sent.values())
 
+    def test_a_conversion_is_projected_without_a_download(self, hub, ask, source):
+        repository = hub.add("owner/llama", source)
+        arguments = ("--convert", "bits=3,extras", "--json")
+        local = ask("plan", "--model", str(source), *arguments).json
+        remote = ask("plan", "--model", "owner/llama", *arguments, endpoint=hub.endpoint).json
+        assert remote["conversion"] == local["conversion"]
+        assert sum(repository.sent.values()) < 0.5 * inspect_folder(source).weight_bytes
+
     def test_a_header_longer_than_the_first_request_is_read_to_its_end(self, hub, ask, tmp_path):
         folder = tmp_path / "long"
         tiny.build_source(folder, "llama", num_hidden_layers=80, hidden_size=128)

@@ -151,6 +151,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
     from ..checkpoint.loader import normalized_config
     from ..checkpoint.source import inspect_folder
     from ..convert import pipeline, source_model
+    from ..convert.job import Job
     from ..convert.recipe import plan_modules
 
     folder = inspect_folder(path)
@@ -177,7 +178,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:
         raise pipeline._nothing_to_do(source, plan)
-    job = pipeline._Job(source, options, infos, plan)
+    job = Job(source, options, infos, plan)
     tensors, end = {}, 0
     for stored in (tensor for group in job.layout.values() for tensor in group):
         tensors[stored.name] = TensorInfo(
