@@ -3,9 +3,10 @@
 Tokens stand in columns shared by all rows; row r's own token t is in column ``padding[r] + t``, so
 rows of different lengths are padded on the left. A row's first tokens are held apart in 16 bits,
 in the row's own positions (``raw``): all of them until the row has ``spec.warm_tokens``, then only
-the first ``spec.min_tokens``. At that moment, and never again, the mean of the 32 keys behind the
-first ones becomes the row's ``shift`` and everything that may be packed is packed. A row's stored
-bits therefore depend on its own tokens only, not on how many came at once or on its neighbours.
+the first ``spec.min_tokens``. At that moment, and never again, a part of the mean of the 32 keys
+behind the first ones becomes the row's ``shift`` and everything that may be packed is packed. A
+row's stored bits therefore depend on its own tokens only, not on how many came at once or on its
+neighbours.
 
 Lengths are known to Python (nothing waits for the device to learn them). Capacity grows by a
 sixteenth at a time, so a token is copied sixteen times in the long run, not at every step.
@@ -22,6 +23,10 @@ import mlx.core as mx
 from ..errors import OptionError
 from .codec import Parts, SideCodec, encode_sides, fold
 from .spec import MEAN_TOKENS, KVSpec
+
+MEAN_SHARE = 0.7
+"""Part of the mean key that is taken off. Rotary positions turn the mean as a text goes on: close
+by 0.7 of it removes as much as all of it, and far away it does less harm."""
 
 STEP = 16
 """Columns by which capacity grows at least."""
@@ -235,7 +240,7 @@ class PackedStore:
         if self.shift is not None:
             first = self.spec.min_tokens
             some = self.raw_keys[r, :, first : first + MEAN_TOKENS].astype(mx.float32)
-            mean = fold(some, 1) * (1.0 / MEAN_TOKENS)
+            mean = fold(some, 1) * (MEAN_SHARE / MEAN_TOKENS)
             self.shift[r] = mean.astype(self.dtype)
         self.frozen[r] = True
 
