@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import cli
 from ..errors import OptionError, TurboQuantError
-from ..kvcache.spec import KVSpec
-from .headers import ModelFiles, open_model
-from .machine import GB, Machine, detect
+from . import DEFAULT_CONTEXT
 from .options import PlanParser, add_shared_options, machine_of, request_of
-from .projection import Plan, Request, plan_model
-from .report import error_dict, plan_dict, plan_text
-from .weights import weigh
+
+# What does the work is imported when there is work: --help has to answer at once.
+if TYPE_CHECKING:
+    from ..kvcache.spec import KVSpec
+    from .headers import ModelFiles
+    from .machine import Machine
+    from .projection import Plan
 
 _DESCRIPTION = """\
 Say whether a model fits a machine, and how to run it, from headers and small files alone.
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_plan(
     model: str,
     *,
-    context: int = Request.context,
+    context: int = DEFAULT_CONTEXT,
     kv: KVSpec | None = None,
     prefill_step_size: int | None = None,
     machine: Machine | None = None,
@@ -88,12 +90,18 @@ def make_plan(
     Raises:
         TurboQuantError: no such model, damaged files, bad values.
     """
+    from .headers import open_model
+    from .machine import detect
+    from .projection import Request, plan_model
+
     request = Request(context, kv, prefill_step_size)
     return plan_model(open_model(model), machine or detect(), request)
 
 
 def _command(argv: Sequence[str] | None) -> int:
     args = build_parser().parse(argv)
+    from .report import error_dict, plan_dict, plan_text
+
     try:
         plan = _plan(args)
     except TurboQuantError as error:
@@ -111,6 +119,9 @@ def exit_code(error: TurboQuantError) -> int:
 
 
 def _plan(args: Any) -> Plan:
+    from .headers import open_model
+    from .projection import plan_model
+
     request = request_of(args)
     machine = machine_of(args)
     model = open_model(args.model)
@@ -141,6 +152,10 @@ def _plan(args: Any) -> Plan:
 
 def _table(source: ModelFiles, plan: Plan) -> list[dict[str, Any]]:
     """Weights by caches: the model as it is, and a 16-bit source at each width."""
+    from ..kvcache.spec import KVSpec
+    from .projection import plan_model
+    from .weights import weigh
+
     models = [(plan.weights.precision, plan.model)]
     if weigh(source).quantization is None:
         from .conversion import convert_projection, parse_options
@@ -172,6 +187,8 @@ def _table(source: ModelFiles, plan: Plan) -> list[dict[str, Any]]:
 
 def _speed(plan: Plan) -> dict[str, Any]:
     """Tokens per second if reading memory were all there is to do."""
+    from .machine import GB
+
     bandwidth, projection = plan.machine.bandwidth_gb_s, plan.projection
     if bandwidth is None:
         return {"tokens_per_second": None, "basis": "the memory bandwidth is not known"}

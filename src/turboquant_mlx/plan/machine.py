@@ -9,7 +9,6 @@ Units: GB is 10**9 bytes everywhere in the output. Only ``--ram-gb`` counts as m
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -180,6 +179,8 @@ def main_memory_bytes() -> int | None:
 
 def _has_cuda_build() -> bool:
     """Whether MLX is installed with its CUDA back-end."""
+    import importlib.metadata  # slow, and --help has no use for it
+
     for name in ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda"):
         try:
             importlib.metadata.version(name)

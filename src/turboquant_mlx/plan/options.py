@@ -7,15 +7,17 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..cli import CommandParser
 from ..errors import OptionError
 from ..kvcache.options import add_kv_options, kv_options
 from ..kvcache.spec import resolve
-from .machine import Machine, detect, with_overrides
-from .projection import DEFAULT_CONTEXT, Request
-from .report import error_dict
+from . import DEFAULT_CONTEXT
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .projection import Request
 
 
 class PlanParser(CommandParser):
@@ -30,6 +32,8 @@ class PlanParser(CommandParser):
 
     def error(self, message: str) -> NoReturn:
         if self.json_wanted:
+            from .report import error_dict
+
             print(json.dumps(error_dict(OptionError(message)), indent=2))
         super().error(message)
 
@@ -86,6 +90,8 @@ def request_of(args: argparse.Namespace) -> Request:
     Raises:
         OptionError: a bad value, or options that contradict each other.
     """
+    from .projection import Request
+
     return Request(
         context=args.context,
         kv=resolve(kv_options(args)),
@@ -96,6 +102,8 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine to plan for."""
+    from .machine import detect, with_overrides
+
     described = args.ram_gb is not None or args.wired_gb is not None
     return with_overrides(None if described else detect(), args.ram_gb, args.wired_gb)
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from ..errors import OptionError
 from ..kvcache.geometry import Attention, Geometry, describe, text_config, why_unknown
 from ..kvcache.spec import DEFAULT_MIN_TOKENS, KVSpec
+from . import DEFAULT_CONTEXT
 from .headers import ModelFiles
 from .machine import GB, MIB, Machine
 from .weights import Weights, weigh
 
-DEFAULT_CONTEXT = 16384
 CHUNKS = (2048, 1024, 512, 256, 128)
 """Prefill chunks to choose from; 2048 is mlx-lm's default."""
 SAFE_SHARE = 0.95

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import cli
 from ...errors import OptionError, TurboQuantError
-from ..headers import open_model
-from ..machine import Machine
 from ..options import PlanParser, add_shared_options, machine_of, request_of
-from ..projection import Plan, Request, plan_model
-from ..report import SCHEMA, error_dict, plan_dict, verdict_dict
-from .check import Check, failed, passed, warned
-from .environment import check_disk, check_environment
-from .files import check_files, unreadable
+
+# What does the work is imported when there is work: --help has to answer at once.
+if TYPE_CHECKING:
+    from ..machine import Machine
+    from ..projection import Plan, Request
+    from .check import Check
 
 _DESCRIPTION = """\
 Check a model's files, this installation, and whether the model fits. Changes nothing.
@@ -62,6 +61,9 @@ def _command(argv: Sequence[str] | None) -> int:
     args = parser.parse(argv)
     if args.model is None and not args.self_test:
         parser.error("the following arguments are required: --model")
+    from ..report import error_dict
+    from .environment import check_environment
+
     try:
         request, machine = request_of(args), machine_of(args)
     except OptionError as error:
@@ -91,6 +93,12 @@ def examine(name: str, machine: Machine, request: Request) -> tuple[list[Check],
     Returns:
         the checks, and the plan where the files could be read.
     """
+    from ..headers import open_model
+    from ..projection import plan_model
+    from .check import failed, warned
+    from .environment import check_disk
+    from .files import check_files, unreadable
+
     try:
         model = open_model(name)
     except TurboQuantError as error:
@@ -118,6 +126,8 @@ def examine(name: str, machine: Machine, request: Request) -> tuple[list[Check],
 
 
 def _fit(plan: Plan) -> Check:
+    from .check import failed, passed, warned
+
     verdict, peak = plan.verdict, plan.projection.peak
     fix = "; ".join([*verdict.commands, *verdict.flags])
     if not verdict.runnable:
@@ -133,6 +143,8 @@ def _fit(plan: Plan) -> Check:
 
 
 def _as_dict(checks: Sequence[Check], plan: Plan | None) -> dict[str, Any]:
+    from ..report import SCHEMA, plan_dict, verdict_dict
+
     return {
         "schema": SCHEMA,
         "verdict": None if plan is None else verdict_dict(plan),
