@@ -51,8 +51,10 @@ def packed(model):
     uninstall(model)
 
 
-def answer(model, prompt, n=12, cache=None) -> list[int]:
-    steps = generate_step(mx.array(prompt), model, max_tokens=n, prompt_cache=cache)
+def answer(model, prompt, n=12, cache=None, piece=2048) -> list[int]:
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=n, prompt_cache=cache, prefill_step_size=piece
+    )
     return [int(token) for token, _ in steps]
 
 
@@ -71,9 +73,10 @@ def test_installing_and_uninstalling(model, packed):
 
 @pytest.mark.parametrize("start", [0, 40])
 def test_requests_of_different_lengths_in_one_batch_equal_themselves_alone(packed, start):
-    """One leaves, another joins, on both sides of the start; prompts in pieces of 16."""
+    """One leaves, another joins, on both sides of the start; prompts in pieces of 16, as a piece
+    sees itself exactly and what came before as it is stored."""
     model = packed(KVSpec(4, 4, start=start))
-    alone = [answer(model, prompt) for prompt in PROMPTS]
+    alone = [answer(model, prompt, piece=16) for prompt in PROMPTS]
     batch = BatchGenerator(
         model, max_tokens=12, prefill_batch_size=2, completion_batch_size=3, prefill_step_size=16
     )
