@@ -170,6 +170,3 @@ def _memory_mode(streaming: bool) -> Iterator[None]:
         yield
     finally:
         mx.set_cache_limit(previous)
-
-
-_Job = Job
