@@ -26,8 +26,8 @@ Every command's own `--help`. Written by `scripts/make_reference.py`: do not edi
 
 Results go to standard output, everything else (progress, notes, statistics, errors) to standard
 error. Exit codes: 0 done, 2 an error or a bad option, 130 interrupted with Ctrl-C. From
-`turboquant-plan` and `turboquant-doctor`, 1 means that the model will not run or is damaged. An error
-is one line that begins with `error:`, sometimes with a `hint:` line below it.
+`turboquant-plan` and `turboquant-doctor`, 1 means that the model will not run or is damaged. An
+error is one line that begins with `error:`, sometimes with a `hint:` line below it.
 """
 
 
