@@ -1,8 +1,7 @@
 """TurboQuant for MLX: convert language models to 2-4 bit weights and run them.
 
-The public names are ``load``, ``convert``, ``quantize_weight``, ``dequantize_weight``,
-``PackedWeight`` and ``QuantSpec``. They are imported from where they live when they are first
-used, so importing this package brings in neither MLX nor transformers.
+The public names are those of ``__all__``. They are imported from where they live when they are
+first used, so importing this package brings in neither MLX nor transformers.
 """
 
 from __future__ import annotations
@@ -15,27 +14,50 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchTurboQuantKVCache",
+    "KVSpec",
     "PackedWeight",
     "QuantSpec",
+    "TurboQuantKVCache",
     "__version__",
     "convert",
     "dequantize_weight",
+    "get_kv_quant_scheme",
+    "get_quantized_kv_bits",
     "load",
+    "maybe_quantize_kv_cache",
     "quantize_weight",
+    "turboquant_enabled",
+    "validate_bits",
 ]
 
 if TYPE_CHECKING:
     from .checkpoint.loader import load
     from .convert.pipeline import convert
+    from .kvcache.cache import BatchTurboQuantKVCache, TurboQuantKVCache
+    from .kvcache.install import (
+        get_kv_quant_scheme,
+        get_quantized_kv_bits,
+        maybe_quantize_kv_cache,
+    )
+    from .kvcache.spec import KVSpec, turboquant_enabled, validate_bits
     from .quant.spec import QuantSpec
     from .quant.weight import PackedWeight, dequantize_weight, quantize_weight
 
 _HOMES = {
+    "BatchTurboQuantKVCache": ".kvcache.cache",
+    "KVSpec": ".kvcache.spec",
     "PackedWeight": ".quant.weight",
     "QuantSpec": ".quant.spec",
+    "TurboQuantKVCache": ".kvcache.cache",
     "dequantize_weight": ".quant.weight",
+    "get_kv_quant_scheme": ".kvcache.install",
+    "get_quantized_kv_bits": ".kvcache.install",
     "load": ".checkpoint.loader",
+    "maybe_quantize_kv_cache": ".kvcache.install",
     "quantize_weight": ".quant.weight",
+    "turboquant_enabled": ".kvcache.spec",
+    "validate_bits": ".kvcache.spec",
 }
 
 

@@ -46,6 +46,8 @@ MLX_FREE = [
     "convert.options",
     "convert.recipe",
     "convert.report",
+    "kvcache.options",
+    "kvcache.spec",
 ]
 HEAVY = {"mlx", "mlx_lm", "mlx_vlm", "torch", "transformers"}
 
