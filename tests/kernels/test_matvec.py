@@ -80,7 +80,15 @@ DEFAULT = {"code": (3, 8), "layout": "log8", "tile": 0}
 @pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize(
     "outputs, width, group",
-    [(576, 1536, 768), (1536, 576, 192), (64, 4096, 1024), (24, 14336, 1024), (9, 2880, 64)],
+    [
+        pytest.param(576, 1536, 768, marks=pytest.mark.heavy),
+        pytest.param(1536, 576, 192, marks=pytest.mark.heavy),
+        (48, 1536, 768),
+        (96, 576, 192),
+        (64, 4096, 1024),
+        (24, 14336, 1024),
+        (9, 2880, 64),
+    ],
 )
 def test_shapes_of_real_models(dialect, outputs, width, group):
     shape = {"outputs": outputs, "width": width, "group": group}

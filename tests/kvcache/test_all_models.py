@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
+from cache_kinds import model_types
 from turboquant_mlx.kvcache.install import CacheReport, install, uninstall
 from turboquant_mlx.kvcache.spec import KVSpec
 
@@ -49,7 +50,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(((a - b) ** 2).sum())) / (size or 1.0)
 
 
-@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name not in BROKEN])
+@pytest.mark.parametrize("model_type", model_types(n for n in CONFIGS if n not in BROKEN))
 def test_runs_with_packed_caches(model_type, monkeypatch):
     model = build(CONFIGS[model_type])
     plain, before, _ = drive(model)
