@@ -65,7 +65,8 @@ CONTRACT: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--keep-mtp"], {"keep_mtp": True}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
-    (["--codec", "trellis"], {"codec": "trellis"}),
+    (["--target-bpw", "3.25"], {"target_bpw": 3.25}),
+    (["--codec", "scalar"], {"codec": "scalar"}),
     (["--error-feedback"], {"error_feedback": True}),
     (
         ["--error-feedback", "--feedback-text", "some.txt"],
