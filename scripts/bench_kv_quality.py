@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,24 +58,20 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from turboquant_mlx import cli
+
+    return cli.run(command, argv)
+
+
+def command(argv: Sequence[str] | None) -> int:
     args = parse(argv)
-    from turboquant_mlx.cli import print_error
-    from turboquant_mlx.errors import TurboQuantError
-
-    try:
-        if args.model is not None:
-            return run(args, args.model)
-        with tempfile.TemporaryDirectory() as scratch:
-            return run(args, build_model(Path(scratch)))
-    except TurboQuantError as error:
-        print_error(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    if args.model is not None:
+        return run(args, args.model)
+    with tempfile.TemporaryDirectory() as scratch:
+        return run(args, build_model(Path(scratch)))
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog=__doc__.partition("\n\n")[2],

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,12 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    from turboquant_mlx.cli import print_error
-    from turboquant_mlx.errors import TurboQuantError
+    from turboquant_mlx import cli
 
-    try:
-        return run(args)
-    except TurboQuantError as error:
-        print_error(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return cli.run(command, argv)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog=__doc__.partition("\n\n")[2],
@@ -138,7 +129,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> int:
+def command(argv: Sequence[str] | None) -> int:
+    args = parse(argv)
     write_texts_once()
     with tempfile.TemporaryDirectory(prefix="bench-quality-") as scratch:
         bench = Bench(args, Path(scratch))

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+
+File = TypeVar("File")
 
 # The limit of the safetensors library itself; real headers stay below a few MB.
 MAX_HEADER_BYTES = 100_000_000
@@ -184,6 +186,37 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
     _check_layout(ordered, file_bytes - data_offset, label)
     return Header(ordered, metadata, data_offset, file_bytes)
+
+
+def join_headers(
+    headers: Mapping[File, Header], label: str, name_of: Callable[[File], str]
+) -> tuple[dict[str, TensorInfo], dict[str, File]]:
+    """The tensors of all files of a model together.
+
+    Args:
+        headers: file -> its header.
+        label: what to call the model in an error.
+        name_of: what to call a file in an error.
+
+    Returns:
+        tensor name -> what the header says, and -> the file.
+
+    Raises:
+        CheckpointError: a tensor is in two files, or there is none.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    file_of: dict[str, File] = {}
+    for file, header in headers.items():
+        for name, info in header.tensors.items():
+            if name in file_of:
+                raise CheckpointError(
+                    f"{label}: tensor {show(name)} is in two files, {name_of(file_of[name])} and "
+                    f"{name_of(file)}"
+                )
+            tensors[name], file_of[name] = info, file
+    if not tensors:
+        raise CheckpointError(f"{label}: the weight files hold no tensors")
+    return tensors, file_of
 
 
 def show(name: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from .config import read_json_object
-from .headers import Header, TensorInfo, read_header, show
+from .headers import Header, TensorInfo, join_headers, read_header, show
 
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -230,19 +230,7 @@ def inspect_folder(path: str | Path) -> Folder:
         _check_shard_numbers(path, files)
 
     headers = {file: read_header(file) for file in files}
-    file_of: dict[str, Path] = {}
-    tensors: dict[str, TensorInfo] = {}
-    for file, header in headers.items():
-        for name, info in header.tensors.items():
-            if name in file_of:
-                raise CheckpointError(
-                    f"{path}: tensor {show(name)} is in two files, {file_of[name].name} and "
-                    f"{file.name}"
-                )
-            file_of[name] = file
-            tensors[name] = info
-    if not tensors:
-        raise CheckpointError(f"{path}: the weight files hold no tensors")
+    tensors, file_of = join_headers(headers, str(path), lambda file: file.name)
     if index is not None:
         _check_index(path, index["weight_map"], file_of)
     return Folder(path, config, files, tensors, file_of, headers, index)

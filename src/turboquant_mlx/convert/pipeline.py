@@ -86,8 +86,10 @@ def convert(
     if plan.quantizes_nothing:
         raise _nothing_to_do(source, plan)
     job = Job(source, options, infos, plan)
+    sizes = None
     if options.target_bpw is not None:
-        job.plan.notices.extend(widths.check_target(job))
+        sizes = widths.sizes_of(job)
+        job.plan.notices.extend(widths.check_target(job, sizes))
     dropped = dropped_tensors(source, kept=job.mtp)
     job.explain_dropped(dropped)
     say = say or _say_nothing
@@ -98,12 +100,12 @@ def convert(
         _memory_mode(options.streaming),
         _kept_for_later(job, say),
     ):
-        if options.target_bpw is None:
+        if sizes is None:
             job.declare(writer)
         if balance_text is not None:
             _tell(say, *job.balance(balance_text, progress))
-        if options.target_bpw is not None:
-            widths.share_bits(job, balance_text or load_text(), progress)
+        if sizes is not None:
+            widths.share_bits(job, sizes, balance_text or load_text(), progress)
             job.declare(writer)
         if options.error_feedback:
             _tell(say, *job.feed_back(feedback_text, balance_text, target, progress, say))

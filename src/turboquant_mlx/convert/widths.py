@@ -25,16 +25,15 @@ Sizes = Mapping[str, Mapping[int, int]]
 """Module whose width is to be found -> bits -> stored bytes."""
 
 
-def check_target(job: Job) -> list[str]:
+def check_target(job: Job, sizes: Sizes) -> list[str]:
     """Refuse a target that no choice of widths reaches, before any work.
 
     Returns:
         notices.
 
     Raises:
-        OptionError: it is out of reach, or other options fix all widths.
+        OptionError: it is out of reach.
     """
-    sizes = _sizes(job)
     target = _target(job)
     weights, fixed = _fixed(job, sizes)
     least, most = (
@@ -51,15 +50,15 @@ def check_target(job: Job) -> list[str]:
     return [f"--target-bpw {target:g} is more than {BITS[-1]} bits everywhere take, {most:.2f}"]
 
 
-def share_bits(job: Job, text: str, progress: bool) -> None:
+def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
     """Choose widths for the job's target by what each part of the model loses with few bits.
 
     Args:
         job: its channel scales are known; its plan is changed.
+        sizes: see ``sizes_of``.
         text: to run through the 16-bit model.
         progress: show a progress bar on stderr.
     """
-    sizes = _sizes(job)
     parts: dict[str, list[str]] = {}
     for path in sizes:
         layer = layer_of(path)
@@ -94,8 +93,12 @@ def _target(job: Job) -> float:
     return job.options.target_bpw
 
 
-def _sizes(job: Job) -> Sizes:
-    """What each module would take; the job's plan is left at the largest width."""
+def sizes_of(job: Job) -> Sizes:
+    """What each module would take; the job's plan is left at the largest width.
+
+    Raises:
+        OptionError: other options fix all widths.
+    """
     paths = [
         info.path
         for info in job.infos.values()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from ..quant.bfloat16 import widen
 from . import attention_hook, dispatch
 from .blas import one_thread, pieces_of, share
-from .cpu_matrix import as_numpy, as_readable, widen
+from .cpu_matrix import as_numpy, as_readable
 
 SCORE_BYTES = 4 * 2**20
 """Float32 bytes of the scores that a thread holds at a time."""

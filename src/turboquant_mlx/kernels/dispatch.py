@@ -13,9 +13,13 @@ from typing import Literal
 
 import mlx.core as mx
 
+from .dialect import Dialect
+
 Backend = Literal["cpu", "portable", "metal", "cuda"]
 """``cpu``: numpy and the system BLAS. ``metal``, ``cuda``: kernels that read packed words, and
 plain MLX where there is none. ``portable``: plain MLX operations on any device."""
+
+KERNEL_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 _forced = threading.local()
 
@@ -38,6 +42,14 @@ def _gpu_backend() -> Backend:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else "portable"
+
+
+def kernels_of_backend(dtype: mx.Dtype) -> Dialect | None:
+    """The dialect of the back-end's kernels for activations of a dtype, None if it has none."""
+    choice = backend()
+    if choice == "cpu" or choice == "portable" or dtype not in KERNEL_DTYPES:
+        return None
+    return choice
 
 
 def why_backend() -> str:

@@ -19,7 +19,7 @@ from ..quant.rotation import rotate
 from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight, dequantize_rows
 from .dialect import Dialect
-from .dispatch import backend
+from .dispatch import kernels_of_backend
 from .expand import expand
 from .matvec import matvec
 from .selection import DECODED_BYTES, MATVEC_ROWS
@@ -27,8 +27,6 @@ from .unpack import why_no_kernel
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of the activation dtype that rows decoded by plain MLX may take at a time."""
-
-KERNEL_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
 def packed_matmul(
@@ -52,14 +50,6 @@ def packed_matmul(
     if gradients:
         return _differentiable(weight, use_qjl, dialect)(x)
     return _kernel_matmul(x, weight, use_qjl, dialect)
-
-
-def kernels_of_backend(dtype: mx.Dtype) -> Dialect | None:
-    """The dialect of the back-end's kernels for activations of a dtype, None if it has none."""
-    choice = backend()
-    if choice == "cpu" or choice == "portable" or dtype not in KERNEL_DTYPES:
-        return None
-    return choice
 
 
 def kernel_dialect(x: mx.array, weight: PackedWeight) -> Dialect | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..quant.rotation import hadamard_matrix
 from .dialect import Dialect, Kernel
-from .dispatch import backend
+from .dispatch import kernels_of_backend
 from .matvec import check_width
 from .selection import ROTATE_ROWS
 
@@ -122,14 +122,12 @@ def rotated_input(group: Group, x: mx.array, *, gradients: bool = False) -> mx.a
     Returns:
         [..., I] in the dtype of ``x``; computed in float32.
     """
-    choice = backend()
+    dialect = kernels_of_backend(x.dtype)
     few = 0 < x.size <= ROTATE_ROWS * x.shape[-1]
-    if choice == "cpu" or choice == "portable" or gradients or not few:
-        return group.read(x, rotated=True, dtype=x.dtype)
-    if why_no_rotation(group.block):
+    if dialect is None or gradients or not few or why_no_rotation(group.block):
         return group.read(x, rotated=True, dtype=x.dtype)
     return group.once(
-        x, (True, x.dtype), lambda: rotate_few(x, group.block, group.multiplier, choice)
+        x, (True, x.dtype), lambda: rotate_few(x, group.block, group.multiplier, dialect)
     )
 
 

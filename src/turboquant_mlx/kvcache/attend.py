@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kernels import dispatch
 from ..kernels.blas import one_thread
-from ..kernels.cpu_matrix import widen
+from ..quant.bfloat16 import widen
 from .codec import Array, Parts, SideCodec
 from .store import PackedStore
 

@@ -28,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import dispatch
-from ..kernels.cpu_matrix import widen
+from ..quant.bfloat16 import widen
 from ..quant.codebook import boundaries, lloyd_max
 from ..quant.packing import pack_codes, unpack_codes
 from ..quant.rotation import hadamard_columns, is_supported_block, random_signs, rotate, unrotate

@@ -23,8 +23,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kernels import cpu_attention
-from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product, widen
+from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
 from ..kernels.dispatch import backend, is_traced
+from ..quant.bfloat16 import widen
 from ..quant.decode import NumpyDecoder
 from ..quant.weight import PackedWeight
 from .memory import available_memory_bytes

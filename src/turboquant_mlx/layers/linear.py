@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels.cpu_matrix import CpuMatrix
-from ..kernels.dispatch import backend, is_traced
-from ..kernels.matmul import kernels_of_backend, packed_matmul
+from ..kernels.dispatch import backend, is_traced, kernels_of_backend
+from ..kernels.matmul import packed_matmul
 from ..kernels.matvec import joint_matvec, why_not_jointly
 from ..kernels.rotate import rotated_input
 from ..kernels.selection import MATVEC_ROWS

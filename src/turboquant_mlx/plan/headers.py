@@ -27,6 +27,7 @@ from ..checkpoint.headers import (
     Header,
     TensorInfo,
     header_length,
+    join_headers,
     parse_header,
     read_header,
     show,
@@ -318,18 +319,7 @@ class _Repository:
     def _join(
         self, headers: Mapping[str, Header], weight_map: Mapping[str, str] | None
     ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        tensors: dict[str, TensorInfo] = {}
-        file_of: dict[str, str] = {}
-        for shard, header in headers.items():
-            for name, info in header.tensors.items():
-                if name in file_of:
-                    raise CheckpointError(
-                        f"{self.repo}: tensor {show(name)} is in two files, {file_of[name]} and "
-                        f"{shard}"
-                    )
-                tensors[name], file_of[name] = info, shard
-        if not tensors:
-            raise CheckpointError(f"{self.repo}: the weight files hold no tensors")
+        tensors, file_of = join_headers(headers, self.repo, str)
         for name, shard in (weight_map or {}).items():
             if file_of.get(name) != shard:
                 where = f"in {file_of[name]}" if name in file_of else "missing"

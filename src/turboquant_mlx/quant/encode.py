@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import QuantizationError
+from .bfloat16 import widen
 from .helpers import are_worth_starting
 from .packed import block_rows
 from .packing import pack_codes, pack_trits
@@ -102,10 +103,8 @@ def _pieces(job: Job, n_rows: int, threads: int) -> list[slice]:
 
 def _load_columns(source: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
     """float32 [columns, rows]: a piece of the weight, transposed."""
-    piece = np.ascontiguousarray(source[rows, columns].T)
-    if piece.dtype == np.uint16:
-        return (piece.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return piece.astype(np.float32)
+    # a copy in any case: the caller works in place
+    return widen(np.array(source[rows, columns].T, order="C"))
 
 
 def chunks(width: int, unit: int, rows: int) -> Iterator[slice]:
