@@ -160,8 +160,8 @@ def _add_precision(group: Any) -> None:
         "--codec",
         choices=CODECS,
         help="how bits become weights (default: trellis). trellis: the codes of neighbours overlap "
-        "(TCQ); scalar: each weight has a code of its own, which loses a tenth (4 bits) to a half "
-        "(2 bits) more with 0.2 bits per weight more, but converts in half the time",
+        "(TCQ); scalar: each weight has a code of its own, which loses a sixth (4 bits) to two "
+        "fifths (3 bits) more with 0.2 bits per weight more, but converts in half the time",
     )
     group.add_argument(
         "--group-size",
@@ -223,7 +223,7 @@ def _add_precision(group: Any) -> None:
         "--error-feedback",
         action="store_true",
         help="round for the least error of every layer's output instead of its weights' (GPTQ), "
-        "on a text that the model writes first. Takes off an eighth (4 bits) to almost half (2 "
+        "on a text that the model writes first. Takes off a fifth (4 bits) to more than half (2 "
         "bits) of what quantization loses; takes minutes for a small model, and says how long "
         "before it starts. To write that text, the whole 16-bit model has to fit into memory",
     )
