@@ -107,10 +107,10 @@ def _download(repo: str, revision: str | None, allow_download: bool) -> Path:
         )
     except Exception as error:
         # The client's own errors and those of the libraries below it share no base class.
-        raise _explain(error, repo, revision, offline, allow_download) from error
+        raise explain_no_model(error, repo, revision, offline, allow_download) from error
 
 
-def _explain(
+def explain_no_model(
     error: Exception, repo: str, revision: str | None, offline: bool, allow_download: bool
 ) -> ModelNotFoundError:
     """One line about why a repository is not here."""
@@ -221,7 +221,7 @@ def inspect_folder(path: str | Path) -> Folder:
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f"{config_file}: there is no model_type")
 
-    index = _read_index(path / INDEX_FILE)
+    index = read_index(path / INDEX_FILE)
     found = sorted(file for file in path.glob(WEIGHT_PATTERN) if not file.is_dir())
     files = found if index is None else _indexed_files(path, index["weight_map"], found)
     if not files:
@@ -250,7 +250,7 @@ def _refuse_pipes(path: Path) -> None:
                 raise CheckpointError(f"{file}: is not a file")
 
 
-def _read_index(file: Path) -> dict[str, Any] | None:
+def read_index(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     index = read_json_object(file)

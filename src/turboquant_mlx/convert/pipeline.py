@@ -84,7 +84,7 @@ def convert(
     infos = list_modules(source.model)
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:
-        raise _nothing_to_do(source, plan)
+        raise nothing_to_do(source, plan)
     job = Job(source, options, infos, plan)
     sizes = None
     if options.target_bpw is not None:
@@ -136,7 +136,8 @@ def _tell(say: Say, notices: Iterable[str], warnings: Iterable[str]) -> None:
         say("warning", text)
 
 
-def _nothing_to_do(source: SourceModel, plan: Plan) -> TurboQuantError:
+def nothing_to_do(source: SourceModel, plan: Plan) -> TurboQuantError:
+    """The error of a conversion that would quantize no module."""
     reasons = "; ".join(f"{count} x {reason}" for reason, count in plan.why_kept().items())
     return OptionError(
         f"nothing in {source.folder.path} can be quantized with these options ({reasons})",

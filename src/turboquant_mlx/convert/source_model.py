@@ -113,12 +113,41 @@ def open_source(hf_path: str | Path, *, trust_remote_code: bool = False) -> Sour
         raise UnsupportedModelError(
             f"{path}: model_file {model_file!r} is not a Python file in the folder itself"
         )
+    is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
+    return build_source(
+        folder,
+        config,
+        notes,
+        lambda: load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def build_source(
+    folder: Folder,
+    config: dict[str, Any],
+    notes: list[str],
+    make_tokenizer: Callable[[], Any],
+    *,
+    trust_remote_code: bool,
+) -> SourceModel:
+    """Build the model of a folder whose config has been read, and check that it can be converted.
+
+    Args:
+        folder: the source.
+        config: as ``normalized_config`` gives it.
+        notes: what was said of it.
+        make_tokenizer: called once the model stands.
+        trust_remote_code: let code that comes with the source run.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: each names what is wrong.
+    """
     precision = _source_precision(config)
     build = partial(_build, folder, deepcopy(config), precision, trust_remote_code)
     model, loaded = build()
     # later than the model: this library reads the config too, and faults in it are not its own
-    is_local_kimi = config["model_type"] in KIMI_TYPES and Path(hf_path).is_dir()
-    tokenizer = load_tokenizer(path, config, trust_remote_code=trust_remote_code or is_local_kimi)
+    tokenizer = make_tokenizer()
     if precision is not None and all(t.dtype in PLAIN_DTYPES for t in folder.tensors.values()):
         notes = [
             *notes,

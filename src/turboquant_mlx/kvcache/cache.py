@@ -52,7 +52,7 @@ def make_spec(
     return KVSpec(key, value)
 
 
-class _PackedCache:
+class PackedCache:
     """What the single and the batch cache have in common."""
 
     store: PackedStore
@@ -199,7 +199,7 @@ def _store_of(state: tuple) -> PackedStore:
         raise CheckpointError(f"this is no state of a packed cache: {error}") from error
 
 
-class TurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
+class TurboQuantKVCache(PackedCache, mlx_lm_cache._BaseCache):
     """Packed keys and values of one sequence.
 
     Args:
@@ -255,7 +255,7 @@ class TurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
             self.store = PackedStore(self.spec, [0] * keys.shape[0])
         return super().update_and_fetch(keys, values)
 
-    update_and_fetch.__doc__ = _PackedCache.update_and_fetch.__doc__
+    update_and_fetch.__doc__ = PackedCache.update_and_fetch.__doc__
 
     @property
     def offset(self) -> int:
@@ -284,7 +284,7 @@ class TurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
         return BatchTurboQuantKVCache.merge([self] * len(padding))
 
 
-class BatchTurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
+class BatchTurboQuantKVCache(PackedCache, mlx_lm_cache._BaseCache):
     """Packed keys and values of several sequences, padded on the left.
 
     Args:
@@ -362,7 +362,7 @@ class BatchTurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
         Raises:
             OptionError: it is packed in another way, or of another kind.
         """
-        self.store = PackedStore.stack([self.store, _batch_store(other, self.spec)])
+        self.store = PackedStore.stack([self.store, batch_store(other, self.spec)])
 
     def extract(self, idx: int) -> TurboQuantKVCache:
         """A cache of row ``idx`` alone."""
@@ -378,15 +378,15 @@ class BatchTurboQuantKVCache(_PackedCache, mlx_lm_cache._BaseCache):
         Raises:
             OptionError: they are packed in different ways, or of other kinds.
         """
-        spec = next(c.spec for c in caches if isinstance(c, _PackedCache))
+        spec = next(c.spec for c in caches if isinstance(c, PackedCache))
         singles = [TurboQuantKVCache.from_cache(c, spec=spec) for c in caches]
         made = cls([0] * len(caches), spec=spec)
         made.store = PackedStore.stack([c.store for c in singles])
         return made
 
 
-def _batch_store(other: Any, spec: KVSpec) -> PackedStore:
-    if isinstance(other, _PackedCache):
+def batch_store(other: Any, spec: KVSpec) -> PackedStore:
+    if isinstance(other, PackedCache):
         return other.store
     if kind_of(other) != "BatchKVCache":
         raise OptionError(f"a {type(other).__name__} cannot be joined to a packed cache")

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..cli import notice
-from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, _batch_store, _PackedCache, kind_of
+from .cache import BatchTurboQuantKVCache, PackedCache, TurboQuantKVCache, batch_store, kind_of
 from .spec import (
     KVOptions,
     KVSpec,
@@ -41,7 +41,7 @@ def pack_entry(entry: Any, spec: KVSpec, model_type: str | None = None) -> Any:
         return TurboQuantKVCache.from_cache(entry, spec=spec)
     if kind_of(entry) == "BatchKVCache":
         packed = BatchTurboQuantKVCache([0], spec=spec)
-        packed.store = _batch_store(entry, spec)
+        packed.store = batch_store(entry, spec)
         return packed
     if kind_of(entry) == "CacheList":
         first = next((c for c in entry.caches if kind_of(c) in ("KVCache", "BatchKVCache")), None)
@@ -227,7 +227,7 @@ class CacheReport:
         packed = frozen = pending = held = plain = spare = 0
         left: Counter[str] = Counter()
         for entry in _entries(prompt_cache):
-            if isinstance(entry, _PackedCache):
+            if isinstance(entry, PackedCache):
                 packed += 1
                 frozen += any(entry.store.frozen)
                 pending += not (any(entry.store.frozen) or entry.empty())

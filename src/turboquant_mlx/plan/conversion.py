@@ -146,8 +146,6 @@ def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) ->
 
 
 def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
-    from functools import partial
-
     from ..checkpoint.loader import normalized_config
     from ..checkpoint.source import inspect_folder
     from ..convert import pipeline, source_model
@@ -155,20 +153,13 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
     from ..convert.recipe import plan_modules
 
     folder = inspect_folder(path)
-    config, _ = normalized_config(folder)
-    precision = source_model._source_precision(config)
-    build = partial(source_model._build, folder, config, precision, options.trust_remote_code)
-    network, loaded = build()
-    plain = all(t.dtype in source_model.PLAIN_DTYPES for t in folder.tensors.values())
-    if precision is not None and not plain:
-        source_model._dequantize(folder, network)
-    source_model._check_floating(folder, network, precision)
-    for key in ("quantization", "quantization_config", "_name_or_path"):
-        loaded.pop(key, None)
-    source = source_model.SourceModel(
-        folder, loaded, network, precision, [], None, lambda: build()[0]
+    source = source_model.build_source(
+        folder,
+        *normalized_config(folder),
+        lambda: None,  # no text is read
+        trust_remote_code=options.trust_remote_code,
     )
-    infos = source_model.list_modules(network)
+    infos = source_model.list_modules(source.model)
     target = options.target_bpw
     if target is not None:
         # as if every part got the whole bits below the target; what remains is added below
@@ -177,7 +168,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
         )
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:
-        raise pipeline._nothing_to_do(source, plan)
+        raise pipeline.nothing_to_do(source, plan)
     job = Job(source, options, infos, plan)
     tensors, end = {}, 0
     for stored in (tensor for group in job.layout.values() for tensor in group):
@@ -195,7 +186,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
         options=options if target is None else dataclasses.replace(options, target_bpw=target),
         text=text,
         tensors=tensors,
-        config={**loaded, **_entries(job, options)},
+        config={**source.config, **_entries(job, options)},
         exact=target is None,
         mtp_bytes=sum(folder.tensors[name].nbytes for name in job.mtp),
         notices=(*plan.notices, *plan.warnings),

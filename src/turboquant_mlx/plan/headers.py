@@ -38,10 +38,10 @@ from ..checkpoint.source import (
     OTHER_WEIGHT_FORMATS,
     TOKENIZER_FILES,
     WEIGHT_PATTERN,
-    _explain,
-    _read_index,
+    explain_no_model,
     has_tokenizer,
     inspect_folder,
+    read_index,
     resolve,
 )
 from ..errors import CheckpointError, ModelNotFoundError, TurboQuantError, UnsupportedModelError
@@ -175,7 +175,7 @@ def _open_repository(repo: str, revision: str | None, name: str) -> ModelFiles:
         raise
     except Exception as error:
         # the client's errors and those of the libraries below it share no base class
-        explained = _explain(error, repo, revision, offline=False, allow_download=True)
+        explained = explain_no_model(error, repo, revision, offline=False, allow_download=True)
         if not _is_out_of_reach(error):
             raise explained from error
         try:
@@ -223,7 +223,7 @@ class _Repository:
         config = read_json_object(self._small_file(CONFIG_FILE))
         if not isinstance(config.get("model_type"), str) or not config["model_type"]:
             raise CheckpointError(f"{self.repo}: {CONFIG_FILE} has no model_type")
-        index = _read_index(self._small_file(INDEX_FILE)) if INDEX_FILE in self.files else None
+        index = read_index(self._small_file(INDEX_FILE)) if INDEX_FILE in self.files else None
         shards = self._shards(None if index is None else index["weight_map"])
         with ThreadPoolExecutor(HEADER_THREADS) as pool:
             headers = dict(zip(shards, pool.map(self._header, shards), strict=True))
