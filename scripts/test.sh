@@ -39,7 +39,8 @@ step() {
 step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check .
 step "mypy" mypy --no-error-summary
-step "pytest" pytest "${markers[@]+"${markers[@]}"}" "$@"
+# a file's tests share fixtures, so they stay together
+step "pytest" pytest -n auto --maxprocesses 4 --dist loadfile "${markers[@]+"${markers[@]}"}" "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}" >&2
