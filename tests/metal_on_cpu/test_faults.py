@@ -354,6 +354,15 @@ def test_a_threadgroup_variable_outside_of_the_kernel_is_refused():
         )
 
 
+def test_a_threadgroup_declaration_that_cannot_be_read_is_refused():
+    """Taken for something else it would give each thread an array of its own."""
+    with pytest.raises(CompileError, match=r"cannot be read.*parentheses.*vec<float, X < 3"):
+        go(
+            "threadgroup metal::vec<float, X < 3 ? 4 : 2> s[64]; s[i].x = x[i]; out[i] = s[i].x;",
+            template=[("X", 2)],
+        )
+
+
 def test_an_unknown_finding_cannot_be_allowed():
     with pytest.raises(ValueError, match="not allowable: bounds"):
         go("out[0] = x[0];", allow=["bounds"])

@@ -220,6 +220,31 @@ def test_what_a_header_may_hold():
     assert evaluate(statements, mx.array(x), header=header)[0] == 2 * 1 + 6 + (4 + 1) + 1 + 6
 
 
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        "threadgroup float s[X > 1 ? Y : 1];",
+        "threadgroup float s[X < 2 ? 1 : Y];",
+        "threadgroup float s[X >= 2 ? Y : 1];",
+        "threadgroup float s[X <= 2 ? Y : 1];",
+        "threadgroup float s[X == 2 ? Y : 1];",
+        "threadgroup float s[1 << 5], other[Y >> 2][X < 2 ? 1 : 3];",
+        "threadgroup metal::vec<float, (X > 1 ? 2 : 4)> pairs[X < 2 ? 1 : 3], other; "
+        "threadgroup float s[(Y << X) >> X];",
+    ],
+)
+def test_the_size_of_a_threadgroup_array_is_any_constant_expression(declaration):
+    """Comparisons and shifts are no brackets: all threads must see one array."""
+    statements = f"""
+    {declaration}
+    s[i] = a[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    out[i] = s[31 - i];
+    """
+    x = random(4)
+    np.testing.assert_array_equal(evaluate(statements, x, template=[("X", 2), ("Y", 32)]), x[::-1])
+
+
 OF_LANES = {
     "simd_sum(x)": lambda x, i: x.sum(),
     "simd_product(i < 3 ? x : 1)": lambda x, i: x[:3].prod(),

@@ -8,6 +8,7 @@ function is added that calls the kernel for one thread. Line numbers stay those 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from metal_on_cpu.trace import ATTRIBUTES, Traced
 
@@ -71,12 +72,20 @@ def _threadgroup_variables(text: str, function: str, keep: bool = False) -> str:
             continue
         out.append(text[done : match.start()])
         done = match.end()
-        stop, end = _declaration_end(text, done)
+        line = _line(text, match.start())
+        try:
+            stop, end = _declaration_end(text, done)
+        except ValueError as error:
+            shown = " ".join(str(error).split())
+            raise TranslationError(
+                f"a threadgroup declaration that cannot be read (a comparison or a shift in the "
+                f"arguments of a template needs parentheses): {shown}",
+                line,
+            ) from None
         if stop not in (",", ";", "="):
             if keep:
                 out.append("threadgroup")
             continue  # a pointer, a reference, a cast: plain memory for g++
-        line = _line(text, match.start())
         if match.start() < kernel:
             raise TranslationError("threadgroup variables belong into the kernel function", line)
         declarators = _split(text[done : text.index(";", end)])
@@ -94,7 +103,7 @@ def _references(declarators: list[str], number: int, line: int) -> str:
     base, out = "", []
     for i, declarator in enumerate(declarators):
         match = re.fullmatch(r"\s*(.*?)\b(\w+)\s*((?:\[.*\])?)\s*", declarator, re.DOTALL)
-        if not match or "=" in declarator:
+        if not match or any(char == "=" for _, char in _outside_brackets(declarator, 0)):
             raise TranslationError("a threadgroup variable cannot have an initial value", line)
         base = match[1] if i == 0 else base
         kind = f"msl_type_{number + i}"
@@ -106,28 +115,44 @@ def _references(declarators: list[str], number: int, line: int) -> str:
     return re.sub(r"\s*\n\s*", " ", " ".join(out))
 
 
+def _outside_brackets(text: str, start: int) -> Iterator[tuple[int, str]]:
+    """The characters from ``start`` on that lie in no bracket.
+
+    In [] and () an angle bracket is a comparison or a shift; elsewhere in a declaration it belongs
+    to the arguments of a template.
+
+    Raises:
+        ValueError: the text, or a statement in it, ends in angle brackets.
+    """
+    closing = {"[": "]", "(": ")", "<": ">"}
+    awaited: list[str] = []
+    for i in range(start, len(text)):
+        char = text[i]
+        in_template = not awaited or awaited[-1] == ">"
+        if char in "[(" or (char == "<" and in_template):
+            awaited.append(closing[char])
+        elif awaited and char == awaited[-1]:
+            awaited.pop()
+        elif not awaited:
+            yield i, char
+        elif char == ";":
+            break
+    if awaited:
+        raise ValueError(text[start:i])
+
+
 def _declaration_end(text: str, position: int) -> tuple[str, int]:
     """The first character that tells what `threadgroup` begins, outside of brackets."""
-    depth = 0
-    for i in range(position, len(text)):
-        char = text[i]
-        if char in "[<(":
-            depth += 1
-        elif char in "]>)" and depth:
-            depth -= 1
-        elif not depth and char in ";,=*&)>{":
+    for i, char in _outside_brackets(text, position):
+        if char in ";,=*&)>{":
             return char, i
-    return "", len(text)
+    raise ValueError(text[position:])
 
 
 def _split(declaration: str) -> list[str]:
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(declaration):
-        depth += (char in "[<(") - (char in "]>)")
-        if char == "," and not depth:
-            parts.append(declaration[start:i])
-            start = i + 1
-    return [*parts, declaration[start:]]
+    commas = [i for i, char in _outside_brackets(declaration, 0) if char == ","]
+    starts = [0, *(i + 1 for i in commas)]
+    return [declaration[i:j] for i, j in zip(starts, [*commas, None], strict=True)]
 
 
 def _inside_marker(text: str, position: int) -> bool:
