@@ -19,8 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from cache_kinds import model_types
-from turboquant_mlx.kvcache.architecture_defaults import DEFAULTS
-from turboquant_mlx.kvcache.architectures import ALIASES, RULES
+from turboquant_mlx.kvcache.architectures.defaults import DEFAULTS
+from turboquant_mlx.kvcache.architectures.table import ALIASES, RULES
 from turboquant_mlx.kvcache.geometry import Attention, State, describe, text_config, why_unknown
 from turboquant_mlx.kvcache.install import install
 from turboquant_mlx.kvcache.spec import KVSpec

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import architectures
+from .architectures import table
 from .pieces import Attention, Layer, Piece, State, UnknownGeometryError
 from .spec import KVSpec
 
@@ -209,6 +209,6 @@ def why_unknown(config: Mapping[str, Any]) -> str:
 
 
 def _describe(config: Mapping[str, Any]) -> Geometry:
-    name, settings = architectures.find(config, text_config(config))
-    layers = architectures.RULES[name](settings)
+    name, settings = table.find(config, text_config(config))
+    layers = table.RULES[name](settings)
     return Geometry(name, tuple(layers), settings.assumed)

@@ -1,6 +1,6 @@
 """Values that mlx-lm 0.32 puts in the place of what a config.json leaves out.
 
-Only the fields that the rules in ``architectures`` read. Tests hold every line against the classes.
+Only the fields that the rules read. Tests hold every line against the classes.
 """
 
 from __future__ import annotations
