@@ -78,6 +78,28 @@ def test_what_kernels_do_not_take_goes_the_portable_way():
         assert packed_matmul(mx.zeros((0, 64)), WEIGHT).shape == (0, 5)
 
 
+def test_a_gradient_that_may_be_asked_for_is_noticed():
+    x, seen = mx.ones(3), []
+
+    def through(y):
+        mx.eval(y)
+        seen.append(dispatch.is_differentiated(y))
+        return (y * y).sum()
+
+    for dtype in (mx.float32, mx.bfloat16):
+        through(x.astype(dtype))
+        through(mx.ones((2, 5), dtype))
+    assert seen == [False] * 4
+    seen.clear()
+    mx.grad(through)(x)
+    mx.grad(lambda y: through(y * 2))(x)
+    mx.vjp(lambda y: [through(y)], [x], [mx.array(1.0)])
+    mx.jvp(lambda y: [through(y)], [x], [x])
+    assert seen == [True] * 4
+    mx.grad(lambda y: y.sum() + through(x))(x)
+    assert seen[4:] == [False]  # not of this array
+
+
 def test_is_traced_tells_values_from_promises():
     seen = []
     mx.eval(mx.compile(lambda x: seen.append(dispatch.is_traced(x)) or x * 2)(mx.ones(3)))

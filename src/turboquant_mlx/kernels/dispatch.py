@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -77,6 +78,31 @@ def force_backend(choice: Backend) -> Iterator[None]:
         yield
     finally:
         _forced.choice = previous
+
+
+def is_differentiated(*arrays: mx.array) -> bool:
+    """Whether a gradient through some of them may be asked for later.
+
+    MLX has no such question, but where a gradient (or ``vjp``, ``jvp``) is being taken a compiled
+    function calls the Python function again instead of its compiled form. (Where compiling is
+    disabled it always does: True then, which costs time only.)
+    """
+    return _calls_python(*arrays) and _calls_python(*arrays)  # the first time it compiles
+
+
+def _calls_python(*arrays: mx.array) -> bool:
+    _asking.called = False
+    _note_call(*arrays)
+    return _asking.called
+
+
+_asking = threading.local()
+
+
+@partial(mx.compile, shapeless=True)
+def _note_call(*arrays: mx.array) -> tuple[mx.array, ...]:
+    _asking.called = True
+    return arrays
 
 
 def is_traced(*arrays: mx.array) -> bool:
