@@ -53,6 +53,26 @@ def test_reads_part_of_a_cache_in_16_bits(dtype):
     assert mx.abs(got - expected).max() < 0.03
 
 
+def test_gradients_are_those_of_mlx():
+    q, k, v = arrays(length=4, context=9)
+
+    def loss(attention):
+        return lambda *qkv: (attention(*qkv, scale=0.25, mask="causal") ** 2).sum()
+
+    original = mx.fast.scaled_dot_product_attention
+    expected = mx.grad(loss(original), argnums=(0, 1, 2))(q, k, v)
+    cpu_attention.install()
+    try:
+        hooked = mx.fast.scaled_dot_product_attention
+        assert hooked is not original
+        got = mx.grad(loss(hooked), argnums=(0, 1, 2))(q, k, v)
+    finally:
+        cpu_attention.uninstall()
+    for one, other in zip(got, expected, strict=True):
+        assert mx.abs(other).max() > 0.01
+        assert mx.abs(one - other).max() < TOLERANCE
+
+
 def test_leaves_a_single_token_with_a_short_context_to_mlx():
     assert both(*arrays(length=1))[0] is None
     assert both(*arrays(length=1, context=2**14, batch=1))[0] is not None

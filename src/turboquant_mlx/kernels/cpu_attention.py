@@ -26,8 +26,9 @@ SMALL_ATTENTION = 2**17
 def attend(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
     """Attention as ``mx.fast.scaled_dot_product_attention`` defines it, or None to decline.
 
-    Declines off the CPU, while a transformation traces, for arguments that it does not know, and
-    for single tokens with a short context, where leaving MLX costs more than it gains.
+    Declines off the CPU, while a transformation traces or takes gradients, for arguments that it
+    does not know, and for single tokens with a short context, where leaving MLX costs more than it
+    gains.
 
     Args:
         q: queries [B, H, L, D]. k: keys [B, Hkv, S, D]. v: values [B, Hkv, S, Dv].
@@ -43,7 +44,7 @@ def attend(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
     if q.shape[2] == 1 and q.shape[0] * q.shape[1] * k.shape[2] * q.shape[3] < SMALL_ATTENTION:
         return None
     readable = [as_readable(x) for x in (q, k, v)]
-    if dispatch.is_traced(*readable):
+    if dispatch.is_traced(*readable) or dispatch.is_differentiated(q, k, v):
         return None
     queries, keys, values = (widen(np.array(x, copy=False)) for x in readable)
     return _attend(queries, keys, values, scale, mask, sinks).astype(q.dtype)
