@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from turboquant_mlx.kernels import cpu_matrix
-from turboquant_mlx.kernels.cpu_matrix import CpuMatrix, expert_product
+from turboquant_mlx.kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
 
 
 def matrix(weight: np.ndarray, **options) -> CpuMatrix:
@@ -64,6 +64,60 @@ def test_a_matrix_that_is_kept_is_expanded_once(weight, x):
     kept(x)
     assert asked == [(0, 37)]
     assert kept.resident_bytes == weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("shape", [(0, 48), (48,), (3, 1, 48)])
+def test_any_shape_is_read_and_made(weight, dtype, shape):
+    x = mx.random.normal(shape).astype(dtype)
+    mx.eval(x)
+    y = matrix(weight)(x)
+    assert y.dtype == dtype
+    assert y.shape == (*shape[:-1], 37)
+    expected = np.array(x.astype(mx.float32)) @ weight.T
+    np.testing.assert_allclose(np.array(y.astype(mx.float32)), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_arrays_that_are_not_contiguous_are_read(dtype):
+    x = mx.arange(24).reshape(2, 3, 4).astype(dtype).transpose(1, 2, 0)
+    mx.eval(x)
+    np.testing.assert_array_equal(as_numpy(x), np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0))
+
+
+def test_the_result_may_have_another_dtype(weight, x):
+    assert matrix(weight)(x, mx.bfloat16).dtype == mx.bfloat16
+
+
+def test_a_product_comes_in_parts(weight, x):
+    whole, parts = matrix(weight)(x), matrix(weight).parts(x, [0, 5, 30, 37])
+    assert [part.shape for part in parts] == [(2, 5, 5), (2, 5, 25), (2, 5, 7)]
+    assert mx.array_equal(mx.concatenate(parts, axis=-1), whole)
+
+
+@pytest.mark.parametrize("high", [True, False])
+def test_a_row_is_multiplied_the_same_way_at_each_call(high):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((700, 300) if high else (300, 700)).astype(np.float32)
+    product, x = matrix(values), rng.standard_normal((1, values.shape[1])).astype(np.float32)
+    first = product.multiply(x)
+    np.testing.assert_allclose(first, x @ values.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(product.multiply(x), first)
+
+
+def test_gradients_of_parts_pass_through(weight, x):
+    product, reference = matrix(weight), mx.array(weight)
+
+    def loss(a):
+        first, second = product.parts(a, [0, 10, 37])
+        return (first**2).sum() + (2 * second).sum()
+
+    def expected(a):
+        y = a @ reference.T
+        return (y[..., :10] ** 2).sum() + (2 * y[..., 10:]).sum()
+
+    got = mx.grad(loss)(x)
+    np.testing.assert_allclose(np.array(got), np.array(mx.grad(expected)(x)), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -4,23 +4,34 @@ OpenBLAS, which NumPy's wheels bring, lets its threads wait for each other in a 
 anything else wants a core, they burn their time slices: with two cores and a load of ten a product
 took seven times as long with its threads as without. Here the BLAS keeps to one thread and the
 rows of the result are spread over a pool of Python threads, which sleep when they wait. Where
-nothing else runs that is as fast; but for products of less than about a millisecond, those of
-single tokens, waking a thread costs what it saves, see ``small_product``.
+nothing else runs that is as fast, except for products of less than about a millisecond, those of
+single tokens: waking a thread costs what it saves, and one core alone reads memory nearly as fast.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any, NamedTuple
 
-import numpy as np
+import numpy as np  # noqa: F401  (loads the library that is looked for here)
 from threadpoolctl import ThreadpoolController
 
 from ..quant.threads import usable_cpus
+
+
+class _Library(NamedTuple):
+    """One BLAS library of this process."""
+
+    get: Callable[[], int]
+    set: Callable[[int], Any]
+    shared: bool
+    """Whether there is one number of threads for the process, not one for each calling thread."""
+
 
 _lock = threading.Lock()
 _inside = 0  # threads that are in one_thread now
@@ -29,24 +40,43 @@ _nesting = threading.local()
 
 
 @cache
-def _libraries() -> list:
-    """Handles of the BLAS libraries in this process (none where Apple's Accelerate is used)."""
-    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+def _libraries() -> list[_Library]:
+    """The BLAS libraries in this process (none where Apple's Accelerate is used)."""
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [_own_functions(one) or _by_controller(one) for one in found]
 
 
-class limit:
-    """Context that keeps the BLAS to so many threads; may be nested, and entered by many threads.
+def _by_controller(controller: Any) -> _Library:
+    return _Library(controller.get_num_threads, controller.set_num_threads, shared=False)
 
-    Inside another one it changes nothing. Some builds count for the whole process, others for each
-    calling thread, so every thread sets the number when it enters and puts the first one back when
-    it leaves. (Where the count is the process's, another thread that is still inside is then
-    slower, not wrong.)
+
+def _own_functions(controller: Any) -> _Library | None:
+    """The functions of an OpenBLAS with threads of its own, None for anything else.
+
+    threadpoolctl takes a number from the first thread alone that ever gave one and does nothing,
+    silently, for the others; and looking up its functions takes longer than a small product.
+    """
+    if controller.internal_api != "openblas" or controller.threading_layer == "openmp":
+        return None
+    library = ctypes.CDLL(controller.filepath)
+    for affixes in ("{}", "scipy_{}", "{}64_", "{}_64", "scipy_{}64_", "scipy_{}_64"):
+        get, set_ = (
+            getattr(library, affixes.format(f"openblas_{verb}_num_threads"), None)
+            for verb in ("get", "set")
+        )
+        if get is not None and set_ is not None:
+            return _Library(get, set_, shared=True)
+    return None
+
+
+class one_thread:
+    """Context that keeps the BLAS to one thread; may be nested, and entered by many threads.
+
+    Where the count is the process's, the first thread that enters sets it and the last one that
+    leaves puts it back; where every thread has its own, each does so for itself.
 
     A class, not a generator: this is entered for every product of every generated token.
     """
-
-    def __init__(self, threads: int):
-        self._threads = threads
 
     def __enter__(self) -> None:
         global _inside, _counts
@@ -55,10 +85,11 @@ class limit:
         if depth == 0:
             libraries = _libraries()
             with _lock:
-                if _inside == 0:
-                    _counts = [library.get_num_threads() for library in libraries]
+                if not _inside:
+                    _counts = [library.get() for library in libraries]
                 for library in libraries:
-                    library.set_num_threads(self._threads)
+                    if not (_inside and library.shared):
+                        library.set(1)
                 _inside += 1
 
     def __exit__(self, *_: object) -> None:
@@ -68,77 +99,15 @@ class limit:
             with _lock:
                 _inside -= 1
                 for library, count in zip(_libraries(), _counts, strict=True):
-                    library.set_num_threads(count)
-
-
-def one_thread() -> limit:
-    """Keep the BLAS to one thread."""
-    return limit(1)
-
-
-class _Contention:
-    """Notices that other programs want the cores, from the time that products were kept waiting.
-
-    A thread of the BLAS that waits for another yields its core again and again; where nobody else
-    wants it, it gets it back at once and its own clock runs on.
-    """
-
-    TRIAL = 32  # products between two looks
-    WAITED = 0.3  # share of the time without a core from which on the cores count as wanted
-    PAUSE_S = 5.0  # until the next trial
-
-    def __init__(self) -> None:
-        self._wall = self._own = 0.0
-        self._seen = 0
-        self._until = 0.0
-
-    def now(self, clock_s: float) -> bool:
-        return clock_s < self._until
-
-    def note(self, wall_s: float, own_s: float, clock_s: float) -> None:
-        """Count one product that took ``wall_s``, ``own_s`` of it on a core."""
-        self._wall += wall_s
-        self._own += own_s
-        self._seen += 1
-        if self._seen == self.TRIAL:
-            if self._own < (1 - self.WAITED) * self._wall:
-                self._until = clock_s + self.PAUSE_S
-            self._wall = self._own = 0.0
-            self._seen = 0
-
-
-_contention = _Contention()
-
-
-def small_product(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """``x matrix^T`` for one row, where waking a thread of ours takes as long as the product.
-
-    The BLAS uses threads of its own while nobody else wants the cores; a power of two of them, and
-    in equal parts, for then the result is the same to the last bit as with one.
-
-    Args:
-        x: float32 [1, columns]. matrix: float32 [rows, columns].
-    """
-    started = time.perf_counter()
-    threads = 1
-    if not _contention.now(started):
-        # one core is MLX's, whose thread takes turns with this one
-        while threads * 2 < usable_cpus() and len(matrix) % (16 * threads) == 0:
-            threads *= 2
-    with limit(threads):
-        if threads == 1:
-            return x @ matrix.T
-        began = time.thread_time()
-        y = x @ matrix.T
-    now = time.perf_counter()
-    _contention.note(now - started, time.thread_time() - began, now)
-    return y
+                    if not (_inside and library.shared):
+                        library.set(count)
 
 
 def _begin_helper() -> None:
     """Where the BLAS counts threads per thread, a helper's own count is one for good."""
     for library in _libraries():
-        library.set_num_threads(1)
+        if not library.shared:
+            library.set(1)
 
 
 @cache

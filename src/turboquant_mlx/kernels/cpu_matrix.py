@@ -14,14 +14,17 @@ product. Inside ``mx.compile`` or ``mx.vmap`` nothing here can run; callers test
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..quant.bfloat16 import widen
 from ..quant.threads import usable_cpus
-from .blas import one_thread, pieces_of, share, small_product
+from .blas import one_thread, pieces_of, share
+from .dispatch import is_differentiated
 
 BLOCK_BYTES = 4 * 2**20
 """Float32 bytes of the rows that a thread expands at a time."""
@@ -31,10 +34,19 @@ SHARED_PRODUCT = 8 * 2**20
 
 
 def as_numpy(x: mx.array) -> np.ndarray:
-    """A float32 view (or copy, for other dtypes) of an evaluated array."""
-    if x.dtype != mx.float32:
-        x = x.astype(mx.float32)
-    return np.array(x, copy=False)
+    """A float32 view (or copy, for other dtypes) of an evaluated array.
+
+    No MLX operation is used where that can be helped: each costs a turn of MLX's thread.
+    """
+    if x.dtype == mx.float32:
+        return np.array(x, copy=False)
+    if x.dtype == mx.bfloat16:
+        try:
+            bits = np.frombuffer(x, np.uint16)  # type: ignore[call-overload]
+            return widen(bits).reshape(x.shape)
+        except (BufferError, ValueError):  # not contiguous, or empty
+            pass
+    return np.array(x.astype(mx.float32), copy=False)
 
 
 def as_readable(x: mx.array) -> mx.array:
@@ -81,8 +93,9 @@ class CpuMatrix:
         """``x W^T`` for float32 x [n, columns]."""
         rows, columns = self.shape
         dense = self._kept()
-        if dense is not None and x.shape[0] == 1 and rows * columns < SHARED_PRODUCT:
-            return small_product(x, dense)
+        if dense is not None and x.shape[0] * rows * columns < SHARED_PRODUCT:
+            with one_thread():
+                return x @ dense.T
         out = np.empty((x.shape[0], rows), np.float32)
 
         def work(start: int, stop: int) -> None:
@@ -112,9 +125,27 @@ class CpuMatrix:
         """
         del self._expand, self._dense
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """``x W^T`` over the last axis of ``x``, in the dtype of ``x``."""
-        return self._product(x)
+    def __call__(self, x: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
+        """``x W^T`` over the last axis of an evaluated ``x``, by default in the dtype of ``x``."""
+        return self.parts(x, [0, self.shape[0]], dtype)[0]
+
+    def parts(
+        self, x: mx.array, bounds: Sequence[int], dtype: mx.Dtype | None = None
+    ) -> list[mx.array]:
+        """The product by rows bounds[i] to bounds[i + 1] of W, for all i; see ``__call__``."""
+        dtype = dtype or x.dtype
+        ranges = list(pairwise(bounds))
+        if is_differentiated(x):
+            y = self._product(x).astype(dtype)
+            return [y[..., start:stop] for start, stop in ranges]
+        # arrays that have their values, in their final form: each MLX operation on them would
+        # cost as much as a small product
+        y = self.multiply(as_numpy(x).reshape(-1, self.shape[1]))
+        lead = x.shape[:-1]
+        return [
+            mx.array(y[:, start:stop].reshape(*lead, stop - start), dtype=dtype)
+            for start, stop in ranges
+        ]
 
     def _kept(self) -> np.ndarray | None:
         """The whole matrix, expanded now if it was not; None if it is not to be kept."""
@@ -122,7 +153,10 @@ class CpuMatrix:
             return self._expand(0, self.shape[0]) if self._free else None
         with self._lock:
             if self._dense is None:
-                dense = np.empty(self.shape, np.float32)
+                # one row of activations meets a matrix stored by columns up to twice as fast; not
+                # one that is wider than high
+                order: Any = "F" if self.shape[0] >= self.shape[1] else "C"
+                dense = np.empty(self.shape, np.float32, order)
 
                 def work(start: int, stop: int) -> None:
                     dense[start:stop] = self._expand(start, stop)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..kernels import cpu_attention
 from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
-from ..kernels.dispatch import backend, is_traced
+from ..kernels.dispatch import backend, is_differentiated, is_traced
 from ..quant.bfloat16 import widen
 from ..quant.decode import NumpyDecoder
 from ..quant.weight import PackedWeight
@@ -123,15 +123,9 @@ class JointWeight:
         self._starts = np.cumsum([0, *(layer.output_dims for layer in layers)]).tolist()
         self._expanded = ExpandedWeight(self._version, self._make)
 
-    def rows(self, layer: PackedLayer) -> slice:
-        """Where the outputs of one of the layers are."""
-        index = next(i for i, other in enumerate(self._layers) if other is layer)
-        return slice(self._starts[index], self._starts[index + 1])
-
-    def product(self, x: mx.array) -> mx.array | None:
-        """Outputs [..., all rows] in the dtype of x [..., width], or None while x is traced."""
-        wide = x.astype(mx.float32)
-        return None if is_traced(wide) else self._expanded.matrix()(wide).astype(x.dtype)
+    def product(self, x: mx.array) -> list[mx.array] | None:
+        """Outputs of each layer in the dtype of x [..., width], or None while x is traced."""
+        return None if is_traced(x) else self._expanded.matrix().parts(x, self._starts)
 
     def drop(self) -> None:
         """Forget the matrix and the arrays that it was made from."""
@@ -211,19 +205,17 @@ def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> n
 
 class _CpuLinearMixin:
     def __call__(self: Any, x: mx.array) -> mx.array:
-        wide = x.astype(mx.float32)
-        if backend() != "cpu" or is_traced(wide):
+        if backend() != "cpu" or is_traced(x):
             return super().__call__(x)  # type: ignore[misc]
-        y = self.expanded.matrix()(wide).astype(x.dtype)
+        y = self.expanded.matrix()(x)
         return (y + self.bias).astype(y.dtype) if "bias" in self else y
 
 
 class _CpuEmbeddingMixin:
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        wide = x.astype(mx.float32)
-        if backend() != "cpu" or is_traced(wide):
+        if backend() != "cpu" or is_traced(x):
             return super().as_linear(x)  # type: ignore[misc]
-        return self.expanded.matrix()(wide).astype(x.dtype)
+        return self.expanded.matrix()(x)
 
 
 class _CpuSwitchMixin:
@@ -231,7 +223,7 @@ class _CpuSwitchMixin:
         if backend() != "cpu":
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
         wide = x.astype(mx.float32)
-        if is_traced(wide, indices):
+        if is_traced(wide, indices) or is_differentiated(wide):
             # the stock product raises for 16-bit activations on a CPU
             y = super().__call__(wide, indices, sorted_indices)  # type: ignore[misc]
             return y.astype(x.dtype)

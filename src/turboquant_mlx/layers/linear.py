@@ -55,12 +55,13 @@ class TurboQuantLinear(PackedLayer):
 
     def _on_cpu(self, x: mx.array) -> mx.array | None:
         """The product by NumPy, or None while a transformation traces."""
-        keep, joint = self.expanded.keep, self.group.joint
+        keep, group = self.expanded.keep, self.group
+        joint = group.joint
         if keep and joint is not None:
-            outputs = self.group.once(x, "product", lambda: joint.product(x))
-            return None if outputs is None else outputs[..., joint.rows(self)]
-        wide = self.group.read(x, rotated=not keep, dtype=mx.float32)
-        return None if is_traced(wide) else self.expanded.matrix()(wide).astype(x.dtype)
+            outputs = group.once(x, "product", lambda: joint.product(x))
+            return None if outputs is None else _own(outputs, group, self)
+        read = x if keep else group.read(x, rotated=True, dtype=mx.float32)
+        return None if is_traced(read) else self.expanded.matrix()(read, x.dtype)
 
     def _with_its_group(self, x: mx.array) -> mx.array | None:
         """The product by a kernel that makes those of the whole group, or None if there is none.
@@ -80,10 +81,15 @@ class TurboQuantLinear(PackedLayer):
             return joint_matvec(rotated_input(group, x), weights, dialect)
 
         outputs = group.once(x, "products", make)
-        return next(y for y, layer in zip(outputs, group.layers, strict=True) if layer is self)
+        return _own(outputs, group, self)
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed(), self.use_qjl, keep)
+
+
+def _own(outputs: list[mx.array], group: RotationGroup, layer: nn.Module) -> mx.array:
+    """The output of one layer among those of its whole group."""
+    return next(y for y, other in zip(outputs, group.layers, strict=True) if other is layer)
 
 
 class _Weights:
