@@ -1,22 +1,25 @@
 """Attention of a few queries over a packed store, nothing unpacked beyond a bounded piece.
 
-This is the reference that GPU kernels will be held against and take their signature from; on a CPU
-it is what runs. Queries are rotated once instead of every key, the sum over values is rotated back
-once instead of every value, and columns are gone through in pieces with a running maximum (online
-softmax), so the memory it needs does not grow with the context.
+On a GPU kernels answer (``kernels.kv_attend``). On a CPU, and for what the kernels do not take
+(``why_reference`` says what and why), it is the reference here: queries are rotated once instead of
+every key, the sum over values is rotated back once instead of every value, and columns are gone
+through in pieces with a running maximum (online softmax), so the memory it needs does not grow
+with the context.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..kernels import dispatch
+from ..kernels import dispatch, kv_attend
 from ..kernels.blas import one_thread
 from ..quant.bfloat16 import widen
-from .codec import Array, Parts, SideCodec
+from ..quant.codebook import lloyd_max
+from .codec import Array, Parts, SideCodec, rotation_block, signs
 from .store import PackedStore
 
 MAX_QUERIES = 8
@@ -50,6 +53,88 @@ def attend(
     Returns:
         [B, H, L, Dv] in the queries' dtype.
     """
+    dialect = dispatch.kernels_of_backend(queries.dtype)
+    if dialect is None:
+        return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
+    if not any(store.frozen) and (isinstance(mask, mx.array) or not any(store.padding)):
+        # all in 16 bits, and padding hidden by the mask
+        plain = [x.astype(queries.dtype) for x in store.decoded(store.columns)]
+        return mx.fast.scaled_dot_product_attention(
+            queries, *plain, scale=scale, mask=mask, sinks=sinks
+        )
+    if why_reference(queries, store, mask):
+        return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
+    assert store.raw_keys is not None and store.raw_values is not None
+    return kv_attend.kv_attend(
+        queries,
+        store.keys,
+        store.values,
+        dialect,
+        sides=kernel_sides(store.key_codec, store.value_codec),
+        facts=kernel_facts(store.key_codec, store.value_codec),
+        rows=kernel_rows(store),
+        scale=scale,
+        shift=store.shift,
+        raw=(store.raw_keys, store.raw_values),
+        mask=mask if isinstance(mask, mx.array) else None,
+        causal=isinstance(mask, str),
+        sinks=sinks,
+    )
+
+
+def why_reference(queries: mx.array, store: PackedStore, mask: mx.array | str | None) -> str:
+    """Why the reference answers this call and no kernel; "" if a kernel does."""
+    dialect = dispatch.kernels_of_backend(queries.dtype)
+    if dialect is None:
+        return f"the back-end {dispatch.backend()} has no kernels for {queries.dtype}"
+    if not any(store.frozen):
+        return "nothing is packed yet"
+    return kv_attend.why_no_kernel(
+        kernel_sides(store.key_codec, store.value_codec),
+        kernel_rows(store),
+        queries,
+        (store.keys[0], store.values[0]),
+        mask if isinstance(mask, mx.array) else None,
+    )
+
+
+@lru_cache(maxsize=64)
+def kernel_sides(key: SideCodec, value: SideCodec) -> tuple[kv_attend.KVSide, kv_attend.KVSide]:
+    """The codecs of keys and values as kernels know them."""
+    one, two = (
+        kv_attend.KVSide(
+            c.bits, c.width, c.group, not c.rotated, rotation_block(c.width) if c.rotated else 1
+        )
+        for c in (key, value)
+    )
+    return one, two
+
+
+@lru_cache(maxsize=64)
+def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
+    codecs = (key, value)
+    facts = kv_attend.constants(
+        kernel_sides(key, value),
+        [signs(c.width, c.side) if c.rotated else np.ones(c.width) for c in codecs],
+        [lloyd_max(c.bits) if c.rotated else np.zeros(1 << c.bits) for c in codecs],
+    )
+    mx.eval(facts)
+    return facts
+
+
+def kernel_rows(store: PackedStore) -> kv_attend.KVRows:
+    return kv_attend.KVRows(store.columns, tuple(store.padding), tuple(store.raw_lengths()))
+
+
+def reference(
+    queries: mx.array,
+    store: PackedStore,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """``attend`` in NumPy on a CPU, and in plain MLX operations elsewhere."""
     on_numpy = False
     if dispatch.backend() == "cpu":
         extra = [a for a in (mask, sinks) if isinstance(a, mx.array)]

@@ -1,0 +1,323 @@
+#!/usr/bin/env python3
+"""How fast decode attention over the packed cache is, beside MLX's own in the same run.
+
+One query token, 32 heads over 8 heads of keys, 128 values a head, fp16. ``kernel`` times are per
+call inside one compiled graph in which every call waits for the one before it, less the same graph
+without attention; ``called`` times are per call from Python. Caches go through more copies than a
+GPU's second-level cache holds. Every figure is a median. ``x fp16`` is how many times as fast as
+``mx.fast.scaled_dot_product_attention`` on plain fp16 keys and values.
+
+    python scripts/bench_attention.py             all contexts, batch 1 and 8
+    python scripts/bench_attention.py --quick     4k, 32k and 131k, K3/V4 and K4/V4
+    python scripts/bench_attention.py --sweep     which launch is the best for each context
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from turboquant_mlx.kernels import kv_attend, kv_selection
+from turboquant_mlx.kernels.dispatch import backend, kernels_of_backend, why_backend
+from turboquant_mlx.kernels.kv_selection import AttendLaunch
+from turboquant_mlx.kvcache import attend as attend_module
+from turboquant_mlx.kvcache.attend import attend, reference, why_reference
+from turboquant_mlx.kvcache.spec import KVSpec
+from turboquant_mlx.kvcache.store import PackedStore
+
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+SCALE = WIDTH**-0.5
+CONTEXTS = {1: [4096, 16384, 32768, 65536, 131072], 8: [4096, 16384, 32768, 65536]}
+QUICK = {1: [4096, 32768, 131072], 8: [4096, 32768]}
+WIDTHS = [(3, 4), (4, 4), (8, 4)]
+CACHE_BYTES = 160 * 2**20  # more than any second-level cache
+MOST_COPIES = 16
+CALLS = 32
+REPEATS = 7
+
+Attention = Callable[[mx.array, Any], mx.array]
+
+
+def random_words(*shape: int) -> mx.array:
+    halves = [mx.random.randint(0, 2**16, shape).astype(mx.uint32) for _ in range(2)]
+    return halves[0] * 65536 + halves[1]
+
+
+def random_store(
+    bits: tuple[int, int],
+    batch: int,
+    columns: int,
+    capacity: int = 0,
+    *,
+    heads: int = KV_HEADS,
+    width: int = WIDTH,
+    dtype: mx.Dtype = mx.float16,
+) -> PackedStore:
+    """A store as it is after ``columns`` tokens, of random codes."""
+    spec = KVSpec(*bits)
+    store = PackedStore(spec, [0] * batch, columns=columns, frozen=[True] * batch)
+    store.widths, store.dtype_name = (width, width), str(dtype).rpartition(".")[2]
+    lead = (batch, heads, max(capacity, columns))
+    sides = []
+    for codec in (store.key_codec, store.value_codec):
+        scales = mx.random.randint(124, 133, (*lead, 1)).astype(mx.uint8)
+        sides.append((random_words(*lead, codec.words), scales))
+    store.keys, store.values = sides
+    few = (batch, heads, spec.min_tokens, width)
+    store.raw_keys, store.raw_values = (mx.random.normal(few).astype(dtype) for _ in range(2))
+    store.shift = mx.random.normal((batch, heads, 1, width)).astype(dtype)
+    mx.eval(store.arrays())
+    return store
+
+
+def median_seconds(run: Callable[[], Any]) -> float:
+    for _ in range(2):
+        mx.eval(run())
+    mx.synchronize()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        mx.eval(run())
+        mx.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def kernel_seconds(attention: Attention, q: mx.array, caches: list) -> float:
+    """Per call in a graph where each needs the one before it."""
+    order = list(itertools.islice(itertools.cycle(caches), max(CALLS, len(caches))))
+
+    @mx.compile
+    def chain(x):
+        for cache in order:
+            x = x + attention(x, cache) * 0
+        return x
+
+    @mx.compile
+    def empty(x):
+        for _ in order:
+            x = x + x[..., ::-1] * 0
+        return x
+
+    return (median_seconds(lambda: chain(q)) - median_seconds(lambda: empty(q))) / len(order)
+
+
+def called_seconds(attention: Attention, q: mx.array, caches: list) -> float:
+    """Per call from Python, one after the other."""
+    order = list(itertools.islice(itertools.cycle(caches), CALLS))
+    return median_seconds(lambda: [attention(q, cache) for cache in order]) / len(order)
+
+
+def plain(batch: int, columns: int) -> tuple[mx.array, mx.array]:
+    shape = (batch, KV_HEADS, columns, WIDTH)
+    made = tuple(mx.random.normal(shape).astype(mx.float16) for _ in range(2))
+    mx.eval(made)
+    return made[0], made[1]
+
+
+def affine(bits: int, batch: int, columns: int) -> tuple:
+    made = tuple(mx.quantize(x, group_size=64, bits=bits) for x in plain(batch, columns))
+    mx.eval(made)
+    return made
+
+
+def plain_attention(q: mx.array, cache: Any) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(q, *cache, scale=SCALE)
+
+
+def affine_attention(bits: int) -> Attention:
+    def attention(q, cache):
+        return quantized_scaled_dot_product_attention(
+            q * 1, *cache, scale=SCALE, mask=None, group_size=64, bits=bits
+        )
+
+    return attention
+
+
+def packed_attention(q: mx.array, store: PackedStore) -> mx.array:
+    return attend(q, store, scale=SCALE)
+
+
+def candidates(
+    batch: int, columns: int, widths: list[tuple[int, int]]
+) -> list[tuple[str, Attention, Callable[[], Any], int]]:
+    """Name, attention, maker of a cache, bytes of one."""
+    numbers = 2 * batch * KV_HEADS * columns * WIDTH
+    found: list[tuple[str, Attention, Callable[[], Any], int]] = [
+        ("fp16", plain_attention, partial(plain, batch, columns), 2 * numbers)
+    ]
+    for bits in (8, 4):
+        size = numbers * bits // 8 + numbers // 64 * 4
+        make = partial(affine, bits, batch, columns)
+        found.append((f"affine{bits}", affine_attention(bits), make, size))
+    for bits_kv in widths:
+        size = batch * KV_HEADS * columns * KVSpec(*bits_kv).token_bytes(WIDTH)
+        make = partial(random_store, bits_kv, batch, columns)
+        found.append((f"K{bits_kv[0]}/V{bits_kv[1]}", packed_attention, make, size))
+    return found
+
+
+def check(bits: tuple[int, int], batch: int) -> float:
+    """Relative distance of the kernels from the reference."""
+    store = random_store(bits, batch, 700, 800)
+    q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
+    if why := why_reference(q, store, None):
+        raise SystemExit(f"error: no kernel answers: {why}")
+    want = reference(q.astype(mx.float32), store, scale=SCALE)
+    return float(mx.linalg.norm(attend(q, store, scale=SCALE) - want) / mx.linalg.norm(want))
+
+
+def caches_of(make: Callable[[], Any], n_bytes: int) -> list:
+    return [make() for _ in range(max(1, min(MOST_COPIES, -(-CACHE_BYTES // n_bytes))))]
+
+
+def measure(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> list[dict]:
+    results = []
+    for bits in widths:
+        print(f"K{bits[0]}/V{bits[1]}: error {check(bits, 2):.1e}")
+    print(
+        f"\n{'batch':>5} {'context':>7} {'cache':<8} {'kernel us':>9} {'called us':>9} {'GB/s':>6}"
+        f" {'x fp16':>7}"
+    )
+    for batch, lengths in contexts.items():
+        q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
+        for columns in lengths:
+            fp16 = 0.0
+            for name, attention, make, n_bytes in candidates(batch, columns, widths):
+                caches = caches_of(make, n_bytes)
+                kernel = kernel_seconds(attention, q, caches)
+                called = called_seconds(attention, q, caches)
+                del caches
+                fp16 = fp16 or kernel
+                print(
+                    f"{batch:>5} {columns:>7} {name:<8} {kernel * 1e6:>9.1f} {called * 1e6:>9.1f}"
+                    f" {n_bytes / kernel / 1e9:>6.0f} {fp16 / kernel:>7.2f}",
+                    flush=True,
+                )
+                results.append(
+                    {
+                        "batch": batch,
+                        "context": columns,
+                        "cache": name,
+                        "kernel_us": round(kernel * 1e6, 2),
+                        "called_us": round(called * 1e6, 2),
+                        "bytes": n_bytes,
+                    }
+                )
+            mx.clear_cache()
+    return results
+
+
+def sweep(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> list[dict]:
+    """Every launch at every context, best first."""
+    dialect = kernels_of_backend(mx.float16)
+    assert dialect is not None
+    tensor = dialect == "cuda"
+    shapes = itertools.product([1, 2], [4, 8, 16]) if tensor else [(1, 2), (1, 4), (1, 8)]
+    launches = [
+        AttendLaunch(tensor, 8 if tensor else 4, tiles, warps, -groups)
+        for (tiles, warps), groups in itertools.product(shapes, [132, 264, 396, 528, 1056])
+    ]
+    results = []
+    for bits, (batch, lengths) in itertools.product(widths, contexts.items()):
+        q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
+        for columns in lengths:
+            one = random_store(bits, batch, columns)
+            caches = caches_of(partial(random_store, bits, batch, columns), one.nbytes)
+            rows = []
+            for launch in launches:
+                splits = math.ceil(-launch.splits / (batch * KV_HEADS))
+                chosen = AttendLaunch(
+                    launch.tensor, launch.rows, launch.tiles, launch.warps, splits
+                )
+                try:
+                    seconds = kernel_seconds(partial(with_launch, chosen, dialect), q, caches)
+                except (RuntimeError, ValueError) as error:
+                    print(f"  {chosen}: {str(error).splitlines()[0]}")
+                    continue
+                rows.append((seconds, -launch.splits, chosen))
+            rows.sort(key=lambda row: row[0])
+            print(f"\nK{bits[0]}/V{bits[1]}, batch {batch}, context {columns}")
+            for seconds, groups, chosen in rows[:6]:
+                print(
+                    f"  {seconds * 1e6:>7.1f} us  groups {groups:>4}  splits {chosen.splits:>3}"
+                    f"  warps {chosen.warps:>2}  tiles {chosen.tiles}",
+                    flush=True,
+                )
+            results += [
+                {
+                    "bits": bits,
+                    "batch": batch,
+                    "context": columns,
+                    "us": round(seconds * 1e6, 2),
+                    "groups": groups,
+                    "warps": chosen.warps,
+                    "tiles": chosen.tiles,
+                }
+                for seconds, groups, chosen in rows
+            ]
+            del caches
+            mx.clear_cache()
+    return results
+
+
+def with_launch(launch: AttendLaunch, dialect: Any, q: mx.array, store: PackedStore) -> mx.array:
+    assert store.raw_keys is not None and store.raw_values is not None
+    return kv_attend.kv_attend(
+        q,
+        store.keys,
+        store.values,
+        dialect,
+        sides=attend_module.kernel_sides(store.key_codec, store.value_codec),
+        facts=attend_module.kernel_facts(store.key_codec, store.value_codec),
+        rows=attend_module.kernel_rows(store),
+        scale=SCALE,
+        shift=store.shift,
+        raw=(store.raw_keys, store.raw_values),
+        launch=launch,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three contexts, two widths")
+    parser.add_argument("--sweep", action="store_true", help="which launch is best")
+    arguments = parser.parse_args()
+    if backend() not in ("metal", "cuda"):
+        print(f"error: this needs a GPU\nhint: the back-end is {why_backend()}")
+        return 2
+    machine = f"{mx.device_info()['device_name']}, MLX {mx.__version__}, {platform.platform()}"
+    print(machine)
+    contexts = QUICK if arguments.quick else CONTEXTS
+    widths = WIDTHS[:2] if arguments.quick else WIDTHS
+    if arguments.sweep:
+        results = sweep(contexts, [WIDTHS[0]] if arguments.quick else WIDTHS)
+    else:
+        results = measure(contexts, widths)
+    print(
+        json.dumps(
+            {
+                "machine": machine,
+                "groups": kv_selection.GROUPS,
+                "sweep" if arguments.sweep else "attention": results,
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,367 @@
+"""Attention of a few queries over packed keys and values, without unpacking them.
+
+``y = softmax(scale * q K^T) V`` for 1 to 8 tokens' queries [B, H, L, D]; K and V are packed by
+``kvcache.codec``, each row of the batch has its own first column and its own tokens in 16 bits.
+
+First pass: the context of each head of keys is cut into splits, one threadgroup each, so that all
+queries that share the head read its keys and values once (up to 16 at a time on NVIDIA's matrix
+units, 8 elsewhere). A warp goes through tiles of tokens with a running maximum. Keys are not
+rotated back: the queries are rotated instead, and scores are ``scale_of_token * (level . query)``.
+One more threadgroup takes the tokens in 16 bits and the sinks. Second pass: a threadgroup for each
+query adds the partial results and rotates the sum back.
+
+Bytes moved: codes and scales once, and for each split a sum of the head's size in float32 and back.
+A fixed mean that was taken off all packed keys changes all their scores alike and needs no term;
+tokens in 16 bits and sinks are moved by it instead. See ``docs/concepts/kv-kernels.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from ..quant.rotation import hadamard_matrix
+from .dialect import Dialect
+from .kv_attend_bodies import COMBINE
+from .kv_attend_multiply import MULTIPLY
+from .kv_attend_tensor import TENSOR
+from .kv_dialect import KVKernel
+from .kv_selection import (
+    MOST_PARTS,
+    QUERIES,
+    RAW_TOKENS,
+    SHARED_BYTES,
+    AttendLaunch,
+    attend_launch,
+    attend_splits,
+    table_copies,
+)
+
+_INPUTS = (
+    "queries",
+    "kcodes",
+    "kscales",
+    "kbiases",
+    "vcodes",
+    "vscales",
+    "vbiases",
+    "facts",
+    "factor",
+    "meta",
+    "raw_keys",
+    "raw_values",
+    "shift",
+    "sinks",
+    "mask",
+)
+ATTEND = (
+    KVKernel("turboquant_kv_attend", _INPUTS, ("sums", "marks"), MULTIPLY),
+    KVKernel("turboquant_kv_attend_tensor", _INPUTS, ("sums", "marks"), TENSOR),
+)
+"""By multiply-adds, and by matrix units (CUDA only)."""
+
+ADD_UP = KVKernel("turboquant_kv_combine", ("sums", "marks", "facts", "meta"), ("y",), COMBINE)
+
+TENSOR_WIDTH = 256
+"""Widest head whose sums fit a warp's registers beside the rest."""
+
+
+@dataclass(frozen=True)
+class KVSide:
+    """How the keys or the values of a head are packed.
+
+    Attributes:
+        bits: of a code.
+        width: values of a head.
+        group: values to a scale.
+        affine: scale and bias (MLX's own quantization) in place of a byte and a table.
+        block: length of the Hadamard blocks; 1 where nothing is rotated.
+    """
+
+    bits: int
+    width: int
+    group: int
+    affine: bool
+    block: int
+
+    @property
+    def base(self) -> int:
+        """Order of the block's part that is no power of two."""
+        return next(b for b in (1, 12, 20, 28) if _is_power(self.block, b))
+
+
+def _is_power(block: int, base: int) -> bool:
+    power = block // base
+    return block % base == 0 and power & (power - 1) == 0
+
+
+def constants(sides: tuple[KVSide, KVSide], signs: list, levels: list) -> mx.array:
+    """What the kernels need to know of the codecs, as one array.
+
+    Args:
+        sides: keys, values.
+        signs: [width] of +1 and -1 for each.
+        levels: [2**bits] for each.
+    """
+    scaled = [s / math.sqrt(side.block) for side, s in zip(sides, signs, strict=True)]
+    matrices = [hadamard_matrix(s.base).reshape(-1) * math.sqrt(s.base) for s in sides]
+    parts = [*scaled, *matrices, *levels]
+    return mx.array(np.concatenate([np.asarray(p, np.float32) for p in parts]))
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """Where the tokens of a batch are.
+
+    Attributes:
+        columns: in use.
+        padding: columns before each row's first token.
+        raw: tokens of each row that are held in 16 bits.
+    """
+
+    columns: int
+    padding: tuple[int, ...]
+    raw: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float) -> mx.array:
+    made = mx.array([value], dtype=mx.float32)
+    mx.eval(made)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _meta(
+    rows: KVRows, splits: int, capacity: int, raw_capacity: int, strides: tuple[int, int, int]
+) -> mx.array:
+    """The numbers that change while a text grows; one array serves all layers of a step."""
+    values = [splits, rows.columns, capacity, raw_capacity, *strides, 0]
+    for padding, raw in zip(rows.padding, rows.raw, strict=True):
+        values += [padding, raw, min(padding + raw, rows.columns), rows.columns]
+    made = mx.array(values, dtype=mx.int32)
+    mx.eval(made)
+    return made
+
+
+def why_no_kernel(
+    sides: tuple[KVSide, KVSide],
+    rows: KVRows,
+    queries: mx.array,
+    codes: tuple[mx.array, mx.array],
+    mask: mx.array | None,
+) -> str:
+    """What keeps the kernels from this call; "" if nothing does.
+
+    Args:
+        codes: of keys and values, [B, Hkv, capacity, words].
+        mask: None or an array.
+    """
+    for side in sides:
+        if side.width % 8 or not 32 <= side.width <= 1024:
+            return f"a head of {side.width} values"
+        if side.group % 8:
+            return f"groups of {side.group} values"
+    if queries.shape[1] // codes[0].shape[1] * queries.shape[2] > QUERIES:
+        return f"{queries.shape[1]} heads with {queries.shape[2]} queries each"
+    if max(rows.raw) > RAW_TOKENS:
+        return f"{max(rows.raw)} tokens that are held in 16 bits"
+    if mask is not None and mask.shape[-1] != rows.columns:
+        return f"a mask of the shape {mask.shape}"
+    if max(c.size for c in codes) >= 2**31:
+        return "more words than 32 bits can count"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a call needs besides its arrays."""
+
+    launch: AttendLaunch
+    groups: int
+    template: list
+    combine: list
+    combine_threads: int
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    sides: tuple[KVSide, KVSide],
+    batch: int,
+    kv_heads: int,
+    repeats: int,
+    length: int,
+    dtype: mx.Dtype,
+    flags: tuple[int, bool, bool, bool, bool],
+    dialect: Dialect,
+    shared: int,
+    launch: AttendLaunch | None,
+) -> _Plan:
+    key, value = sides
+    widest = max(key.width, value.width)
+    suits = all(
+        not s.affine and s.group == s.width and s.width % 16 == 0 and s.width <= TENSOR_WIDTH
+        for s in sides
+    )
+    suits = suits and dialect == "cuda" and dtype != mx.float32
+    if launch is None:
+        launch = attend_launch(dialect, suits, repeats * length, widest)
+    if launch.tensor and not suits:
+        raise ValueError("the matrix units do not take this case")
+    row_blocks = -(-repeats * length // launch.rows)
+    rest = 4 * launch.rows * widest + 8 * launch.warps * launch.rows + 4 * launch.rows
+    if not launch.tensor:
+        rest += 128 * launch.warps * launch.rows
+    key_copies, value_copies = table_copies(launch.tensor, key.bits, value.bits, rest, shared)
+    mask, causal, sinks, shift, raw = flags
+    common = [
+        ("D", key.width),
+        ("DV", value.width),
+        ("KBASE", key.base),
+        ("VBASE", value.base),
+        ("VPOWER", value.block // value.base),
+        ("RAW", raw),
+    ]
+    template = [
+        *common,
+        ("RB", launch.rows),
+        ("LENGTH", length),
+        ("REPEATS", repeats),
+        ("HEADS", kv_heads),
+        ("KB", key.bits),
+        ("VB", value.bits),
+        ("KGROUP", key.group),
+        ("VGROUP", value.group),
+        ("KAFFINE", key.affine),
+        ("VAFFINE", value.affine),
+        ("KPOWER", key.block // key.base),
+        ("WARPS", launch.warps),
+        ("TILES", launch.tiles),
+        ("KCOPIES", key_copies),
+        ("VCOPIES", value_copies),
+        ("MASK", mask),
+        ("CAUSAL", causal),
+        ("SINKS", sinks),
+        ("SHIFT", shift),
+    ]
+    warps = max(1, min(8, value.width // 32))
+    combine = [
+        ("T", dtype),
+        *common,
+        ("WARPS", warps),
+        ("ROWS", repeats * length),
+        ("MOST_PARTS", MOST_PARTS),
+    ]
+    return _Plan(launch, batch * kv_heads * row_blocks, template, combine, 32 * warps)
+
+
+def kv_attend(
+    queries: mx.array,
+    keys: tuple[mx.array, ...],
+    values: tuple[mx.array, ...],
+    dialect: Dialect,
+    *,
+    sides: tuple[KVSide, KVSide],
+    facts: mx.array,
+    rows: KVRows,
+    scale: float,
+    shift: mx.array | None = None,
+    raw: tuple[mx.array, mx.array] | None = None,
+    mask: mx.array | None = None,
+    causal: bool = False,
+    sinks: mx.array | None = None,
+    launch: AttendLaunch | None = None,
+) -> mx.array:
+    """Attention that ``why_no_kernel`` has nothing against.
+
+    Args:
+        queries: [B, H, L, D], float16, bfloat16 or float32, those of the last L columns.
+        keys, values: (codes, scales) or (codes, scales, biases), [B, Hkv, capacity, n].
+        dialect: of the kernels.
+        sides: how keys and values are packed.
+        facts: ``constants`` of them.
+        rows: where the tokens are.
+        scale: of the scores.
+        shift: [B, Hkv, 1, D] that was taken off every packed key, or None.
+        raw: keys and values [B, Hkv, n, D] of the tokens in 16 bits.
+        mask: boolean or additive, of up to four axes, the last as long as ``rows.columns``.
+        causal: whether query i sees only the columns up to its own.
+        sinks: None or logits [H].
+        launch: how to spread it, default ``kv_selection.attend_launch``.
+
+    Returns:
+        [B, H, L, Dv] in the queries' dtype, lazy.
+    """
+    batch, heads, length, _ = queries.shape
+    kv_heads = keys[0].shape[1]
+    has_raw = raw is not None and max(rows.raw) > 0
+    kind, strides = 0, (0, 0, 0)
+    if mask is not None:
+        kind = 1 if mask.dtype == mx.bool_ else 2
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        mb, mh, ml, n = mask.shape
+        strides = (mh * ml * n * (mb > 1), ml * n * (mh > 1), n * (ml > 1))
+    special = has_raw or sinks is not None
+    flags = (
+        kind,
+        causal and length > 1,
+        sinks is not None,
+        shift is not None and special,
+        special,
+    )
+    made = _plan(
+        sides,
+        batch,
+        kv_heads,
+        heads // kv_heads,
+        length,
+        queries.dtype,
+        flags,
+        dialect,
+        SHARED_BYTES[dialect],
+        launch,
+    )
+    splits = attend_splits(dialect, made.launch, made.groups, rows.columns)
+    raw_keys, raw_values = raw if has_raw and raw is not None else (facts, facts)
+    meta = _meta(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
+    parts = splits + special
+    lead = (batch * kv_heads, parts, heads // kv_heads * length)
+    sums, marks = ATTEND[made.launch.tensor].launch(
+        dialect,
+        [
+            queries,
+            keys[0],
+            keys[1],
+            keys[2] if len(keys) > 2 else facts,
+            values[0],
+            values[1],
+            values[2] if len(values) > 2 else facts,
+            facts,
+            _scalar(scale * math.log2(math.e)),
+            meta,
+            raw_keys,
+            raw_values,
+            shift if flags[3] and shift is not None else facts,
+            sinks if sinks is not None else facts,
+            mask if mask is not None else facts,
+        ],
+        template=made.template,
+        groups=(parts, made.groups),
+        threads=32 * made.launch.warps,
+        shapes=[(*lead, sides[1].width), (*lead, 2)],
+        dtypes=[mx.float32, mx.float32],
+    )
+    (y,) = ADD_UP.launch(
+        dialect,
+        [sums, marks, facts, meta],
+        template=made.combine,
+        groups=(batch * heads * length, 1),
+        threads=made.combine_threads,
+        shapes=[(batch, heads, length, sides[1].width)],
+        dtypes=[queries.dtype],
+    )
+    return y

@@ -1,0 +1,67 @@
+"""What the kernels of the key-value cache need beyond ``dialect``'s macros.
+
+===================== =============================================================================
+``TQ_SHUFFLE(v, l)``   the value of lane l
+``TQ_ANY(x)``          whether x is true in any lane of the warp
+``TQ_WARP_SYNC()``     shared memory written by lanes of a warp is seen by the others
+``TQ_FLOAT_OF(u)``     the float of these bits
+``TQ_BITS_OF(f)``      and back
+``TQ_TRANSPOSE(u)``    CUDA: an 8 by 8 matrix of 16-bit values, spread as the matrix units hold it
+``TQ_WORDS``           CUDA: ``TQ_WORDS(to, n, from, offset, even)``: consecutive words, in as few
+                       loads as ``even`` (offsets are multiples of it: 1, 2 or 4) allows
+===================== =============================================================================
+"""
+
+from __future__ import annotations
+
+from .dialect import Dialect, Kernel
+
+_METAL = """
+#define TQ_SHUFFLE(value, lane) simd_shuffle(value, ushort(lane))
+#define TQ_ANY(x) simd_any(x)
+#define TQ_WARP_SYNC() simdgroup_barrier(mem_flags::mem_threadgroup)
+#define TQ_FLOAT_OF(u) as_type<float>(u)
+#define TQ_BITS_OF(f) as_type<uint>(f)
+"""
+
+_CUDA = """
+#define TQ_SHUFFLE(value, lane) __shfl_sync(0xffffffffu, value, lane)
+#define TQ_ANY(x) (__any_sync(0xffffffffu, x) != 0)
+#define TQ_WARP_SYNC() __syncwarp()
+#define TQ_FLOAT_OF(u) __uint_as_float(u)
+#define TQ_BITS_OF(f) __float_as_uint(f)
+#ifndef TQ_TRANSPOSE
+__device__ __forceinline__ tq_uint tq_transposed(tq_uint value) {
+  tq_uint turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(value));
+  return turned;
+}
+#define TQ_TRANSPOSE(value) tq_transposed(value)
+#endif
+template <int N, int EVEN>
+__device__ __forceinline__ void tq_words(tq_uint* to, const tq_uint* from) {
+  if (EVEN == 4 && N % 4 == 0) {
+    TQ_UNROLL for (int i = 0; i < N / 4; ++i) {
+      const uint4 v = reinterpret_cast<const uint4*>(from)[i];
+      to[4 * i] = v.x; to[4 * i + 1] = v.y; to[4 * i + 2] = v.z; to[4 * i + 3] = v.w;
+    }
+  } else if (EVEN >= 2 && N % 2 == 0) {
+    TQ_UNROLL for (int i = 0; i < N / 2; ++i) {
+      const uint2 v = reinterpret_cast<const uint2*>(from)[i];
+      to[2 * i] = v.x; to[2 * i + 1] = v.y;
+    }
+  } else {
+    TQ_UNROLL for (int i = 0; i < N; ++i) to[i] = from[i];
+  }
+}
+#define TQ_WORDS(to, n, from, offset, even) tq_words<n, even>(to, from + (offset))
+"""
+
+_PRELUDES = {"metal": _METAL, "cuda": _CUDA}
+
+
+class KVKernel(Kernel):
+    """A kernel with this prelude after the common one."""
+
+    def header(self, dialect: Dialect) -> str:
+        return super().header(dialect) + _PRELUDES[dialect]

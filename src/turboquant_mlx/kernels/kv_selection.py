@@ -1,0 +1,107 @@
+"""How the kernels of the key-value cache are launched: every number that was chosen by measuring.
+
+``unmeasured default`` says that a number is a reasoned guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .dialect import Dialect
+
+QUERIES = 64
+"""Queries of one head of keys up to which a kernel answers. Unmeasured default."""
+
+RAW_TOKENS = 1024
+"""Tokens in 16 bits that the first pass takes beside packed ones: one threadgroup reads them all.
+Unmeasured default."""
+
+SHARED_BYTES: dict[Dialect, int] = {"metal": 24 * 2**10, "cuda": 47 * 2**10}
+"""Shared memory of a threadgroup of the first pass, of which the tables' copies take what is left.
+With as many copies as lanes these never meet in a memory bank; Apple GPUs share 32 KiB between the
+threadgroups of a core. Unmeasured defaults."""
+
+MOST_PARTS = 512
+"""Partial results of a query that the second pass adds up."""
+
+GROUPS: dict[Dialect, int] = {"metal": 256, "cuda": 264}
+"""Threadgroups that keep a large GPU busy. Unmeasured defaults; CUDA: two for each of the 132
+multiprocessors of an H200."""
+
+
+@dataclass(frozen=True)
+class AttendLaunch:
+    """How the first pass is spread over a GPU.
+
+    Attributes:
+        tensor: whether the matrix units multiply (CUDA alone).
+        rows: queries that a threadgroup answers; 8 or 16 with matrix units.
+        tiles: tiles of 16 tokens that a warp takes at a time with matrix units.
+        warps: warps of a threadgroup.
+        splits: parts of the context; 0 for as many as ``GROUPS`` asks for.
+    """
+
+    tensor: bool
+    rows: int
+    tiles: int = 1
+    warps: int = 8
+    splits: int = 0
+
+
+def attend_launch(dialect: Dialect, tensor: bool, rows: int, width: int) -> AttendLaunch:
+    """The launch for ``rows`` queries of a head of keys, the wider side ``width`` values wide.
+
+    Args:
+        tensor: whether the matrix units may be used.
+    """
+    if tensor:
+        # two products with the same operand share its decoding, if registers hold both sums
+        return AttendLaunch(True, 16 if rows > 8 and width <= 128 else 8)
+    most = 8 if width <= 128 else 4 if width <= 256 else 2
+    each = 1
+    while each < most and each < rows:
+        each *= 2
+    return AttendLaunch(False, each, warps=4)
+
+
+def attend_splits(dialect: Dialect, launch: AttendLaunch, groups: int, columns: int) -> int:
+    """Parts into which ``columns`` are cut where each of them takes ``groups`` threadgroups."""
+    step = launch.warps * (16 * launch.tiles if launch.tensor else 32)
+    wanted = launch.splits or -(-GROUPS[dialect] // groups)
+    return max(1, min(wanted, -(-columns // step), MOST_PARTS - 1))
+
+
+def table_copies(
+    tensor: bool, key_bits: int, value_bits: int, rest: int, shared: int
+) -> tuple[int, int]:
+    """Copies of the tables of keys and of values, at most one for each lane.
+
+    Args:
+        tensor: whether the tables are those of the matrix units.
+        rest: bytes of shared memory that are needed beside the tables.
+        shared: bytes of shared memory in all.
+    """
+
+    def size(bits: int) -> int:
+        if tensor:
+            return 4 << (2 * bits if bits <= 4 else bits)
+        return 8 << 2 * bits if bits <= 4 else 4 << bits
+
+    one, two = size(key_bits), size(value_bits)
+    most = 32 if tensor else 16
+    left = shared - rest
+    if tensor and key_bits == value_bits:  # one table serves both
+        copies = 1
+        while copies < most and 2 * copies * one <= left:
+            copies *= 2
+        return copies, copies
+    keys = values = 1
+    while True:
+        larger = [
+            (a, b)
+            for a, b in ((2 * keys, values), (keys, 2 * values))
+            if max(a, b) <= most and a * one + b * two <= left
+        ]
+        if not larger:
+            return keys, values
+        keys, values = min(larger, key=lambda copies: abs(copies[0] - copies[1]))
