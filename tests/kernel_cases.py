@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from turboquant_mlx.kernels import dispatch, expand, matvec, selection
+from turboquant_mlx.kernels import dispatch, expand, kv_selection, matvec, selection
 from turboquant_mlx.kernels.dialect import Dialect, Kernel, stand_in
 from turboquant_mlx.quant.spec import QuantSpec
 from turboquant_mlx.quant.weight import PackedWeight, dequantize_numpy
@@ -148,12 +148,13 @@ def running(dialect: Dialect) -> Iterator[None]:
 @contextlib.contextmanager
 def _metal_limits() -> Iterator[None]:
     """CUDA blocks may have more shared memory than the Metal that stands for it."""
-    before = selection.TABLE_BYTES["cuda"]
+    before = selection.TABLE_BYTES["cuda"], kv_selection.SHARED_BYTES["cuda"]
     selection.TABLE_BYTES["cuda"] = 16 * 2**10
+    kv_selection.SHARED_BYTES["cuda"] = 24 * 2**10
     try:
         yield
     finally:
-        selection.TABLE_BYTES["cuda"] = before
+        selection.TABLE_BYTES["cuda"], kv_selection.SHARED_BYTES["cuda"] = before
         matvec.plan.cache_clear()
         expand.template.cache_clear()
 
@@ -173,6 +174,9 @@ _CUDA_IN_METAL = """
 #define __align__(n)
 #define __syncthreads() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define __shfl_xor_sync(lanes, value, mask) simd_shuffle_xor(value, ushort(mask))
+#define __shfl_sync(lanes, value, lane) simd_shuffle(value, ushort(lane))
+#define __any_sync(lanes, x) int(simd_any(x))
+#define __syncwarp() simdgroup_barrier(mem_flags::mem_threadgroup)
 #define __uint_as_float(x) as_type<float>(x)
 #define threadIdx thread_position_in_threadgroup
 #define blockIdx threadgroup_position_in_grid
@@ -229,6 +233,14 @@ inline void tensor_product(const char* type, uint lane, float* sums, const uint*
     const uint a_of[4] = {a0, a1, a2, a3}, b_of[2] = {b0, b1}; \\
     tensor_product(type, msl_lane(), sums, a_of, b_of); \\
   }
+// A lane holds the elements 2 c and 2 c + 1 of row r, c its number modulo 4, r that divided by 4.
+inline uint transposed(uint value, uint lane) {
+  const uint from = lane % 4 * 8 + lane / 8, side = lane / 4 % 2 * 16;
+  const uint low = simd_shuffle(value, ushort(from)) >> side;
+  const uint high = simd_shuffle(value, ushort(from + 4)) >> side;
+  return (low & 0xffffu) | (high << 16);
+}
+#define TQ_TRANSPOSE(value) transposed(value, msl_lane())
 """
 
 
