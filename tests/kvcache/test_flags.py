@@ -141,6 +141,7 @@ def test_a_group_that_does_not_fit_the_model_is_refused_with_what_does(run, tmp_
 
 
 def test_layers_left_alone_are_told(run, tmp_path):
+    """A window of 8 tokens is too short to be packed; one of 48 is packed."""
     build_source(tmp_path / "m", "gemma3_text", dtype="float32")
     code, _, err = run(tmp_path / "m", "--kv-bits", "4")
     assert code == 0
@@ -160,7 +161,7 @@ def test_a_model_without_anything_to_pack_is_refused(run, folder, monkeypatch):
     from mlx_lm.models import cache as mlx_lm_cache
 
     monkeypatch.setattr(
-        mlx_lm_cache, "make_prompt_cache", lambda model: [mlx_lm_cache.RotatingKVCache(64)] * 2
+        mlx_lm_cache, "make_prompt_cache", lambda model: [mlx_lm_cache.RotatingKVCache(20)] * 2
     )
     code, out, err = run(folder, "--kv-bits", "4")
     assert (code, out) == (2, "")

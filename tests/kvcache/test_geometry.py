@@ -177,13 +177,33 @@ class TestTurboQuant:
         plain, packed = geometry.nbytes(2048), geometry.nbytes(2048, free)
         assert geometry.nbytes(2048, spec) == (3 * plain + 13 * packed) // 16
 
-    @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "llama4", "minimax_m3_vl"])
-    def test_windows_chunks_states_and_index_keys_are_left_alone(self, model_type):
+    @pytest.mark.parametrize("model_type", ["qwen3_next", "llama4", "minimax_m3_vl"])
+    def test_chunks_states_and_index_keys_are_left_alone(self, model_type):
         geometry, spec = describe(CONFIGS[model_type]), KVSpec(3, 4)
         before, after = geometry.bytes_by_kind(2048), geometry.bytes_by_kind(2048, spec)
         assert {k: v for k, v in before.items() if k != "full"} == {
             k: v for k, v in after.items() if k != "full"
         }
+        assert geometry.packed(spec) == geometry.count("full")
+
+    def test_a_window_is_packed_with_a_sixteenth_to_spare(self):
+        """Once it has turned around none of the first tokens are left in 16 bits."""
+        config = CONFIGS["gemma3_text"] | {"sliding_window": 512, "num_hidden_layers": 4}
+        geometry, spec = describe(config), KVSpec(3, 4, min_tokens=20)
+        window = next(p for p in geometry.pieces() if p.kind == "window")
+        assert geometry.packed(spec) == len(geometry.pieces())
+        each = window.heads * (
+            (512 + 32) * spec.token_bytes(window.key_dim, window.value_dim) + 2 * window.key_dim
+        )
+        found = geometry.bytes_by_kind(2048, spec)["window"]
+        assert found == geometry.count("window") * each
+
+    def test_a_short_or_protected_window_is_left_alone(self):
+        short = describe(CONFIGS["gemma3_text"] | {"sliding_window": 32})
+        assert short.packed(KVSpec(3, 4)) == short.count("full")
+        geometry = describe(CONFIGS["gemma3_text"])
+        spec = KVSpec(3, 4, protect_first=1)
+        assert geometry.layers[0][0].kind == "window"
         assert geometry.packed(spec) == geometry.count("full")
 
 

@@ -94,12 +94,9 @@ class Geometry:
     ) -> dict[str, int]:
         """The same by kind of piece: "full", "window", "chunked", "latent", "index", "state"."""
         result: dict[str, int] = {}
-        last = len(self.layers) - (kv.protect_last if kv else 0)
-        for number, layer in enumerate(self.layers):
-            free = kv is not None and kv.protect_first <= number < last
-            for piece in layer:
-                size = piece_bytes(piece, context, kv if free else None, element_bytes)
-                result[piece.kind] = result.get(piece.kind, 0) + size
+        for piece, spec in self._specs(kv):
+            size = piece_bytes(piece, context, spec, element_bytes)
+            result[piece.kind] = result.get(piece.kind, 0) + size
         return result
 
     def bytes_per_token(self, kv: KVSpec | None = None, element_bytes: int = 2) -> float:
@@ -118,25 +115,42 @@ class Geometry:
         return sum(piece.kind == kind for piece in self.pieces())
 
     def packed(self, kv: KVSpec | None) -> int:
-        """Number of pieces that TurboQuant packs: keys and values or latents of all tokens, without
-        windows, chunks, index keys and the protected layers."""
+        """Number of pieces that TurboQuant packs: keys and values or latents of all tokens or of a
+        window, without chunks, index keys and the protected layers."""
+        return sum(packing(piece, spec) is not None for piece, spec in self._specs(kv))
+
+    def _specs(self, kv: KVSpec | None) -> list[tuple[Piece, KVSpec | None]]:
+        """Each piece and what it is packed by, if it can be. Where a layer with a window is
+        protected, all windows are (``install.pack_prompt_cache``)."""
         if kv is None:
-            return 0
+            return [(piece, None) for piece in self.pieces()]
         last = len(self.layers) - kv.protect_last
-        layers = self.layers[kv.protect_first : max(last, 0)]
-        return sum(is_packable(piece) for layer in layers for piece in layer)
+        free = [kv.protect_first <= number < last for number in range(len(self.layers))]
+        pieces = [
+            (piece, ok) for layer, ok in zip(self.layers, free, strict=True) for piece in layer
+        ]
+        windows_too = all(ok for piece, ok in pieces if piece.kind == "window")
+        return [
+            (piece, kv if ok and (windows_too or piece.kind != "window") else None)
+            for piece, ok in pieces
+        ]
 
 
-def is_packable(piece: Piece) -> bool:
-    """Whether TurboQuant replaces this cache; the others stay as the model makes them."""
-    return isinstance(piece, Attention) and piece.kind in ("full", "latent")
+def packing(piece: Piece, kv: KVSpec | None) -> KVSpec | None:
+    """How TurboQuant packs this cache; None for one that stays as the model makes it."""
+    if kv is None or not isinstance(piece, Attention):
+        return None
+    if piece.kind == "window" and piece.window is not None:
+        return kv.for_window(piece.window)
+    return kv if piece.kind in ("full", "latent") else None
 
 
 def piece_bytes(piece: Piece, context: int, kv: KVSpec | None, element_bytes: int) -> int:
     """Bytes of one cache with ``context`` tokens in it, packed if there is a ``kv``.
 
-    A packed cache has columns for all tokens and a sixteenth to spare, keeps the first tokens in
-    16 bits beside them, and one mean key per head.
+    A packed cache has columns for all tokens, or those of the window, and a sixteenth to spare,
+    keeps the first tokens in 16 bits beside them as long as they are in the window, and one mean
+    key per head.
 
     Raises:
         OptionError: the group size of ``kv`` does not divide the heads.
@@ -144,22 +158,30 @@ def piece_bytes(piece: Piece, context: int, kv: KVSpec | None, element_bytes: in
     if isinstance(piece, State):
         return piece.values * element_bytes + piece.floats * 4 + piece.raw_bytes
     per_token = piece.heads * (piece.key_dim + piece.value_dim) * element_bytes
-    if kv is None or not is_packable(piece):
+    spec = packing(piece, kv)
+    if spec is None:
         return _capacity(piece, context) * per_token
-    if context < kv.warm_tokens:
+    if context < spec.warm_tokens:
         return packed_capacity(context) * per_token
-    packed = packed_kv_bytes(
-        packed_capacity(context), piece.heads, piece.key_dim, piece.value_dim, kv
-    )
-    mean = piece.heads * piece.key_dim * element_bytes if kv.key_scheme == "turboquant" else 0
-    return packed + kv.min_tokens * per_token + mean
+    columns = packed_capacity(context, piece.window)
+    packed = packed_kv_bytes(columns, piece.heads, piece.key_dim, piece.value_dim, spec)
+    mean = piece.heads * piece.key_dim * element_bytes if spec.key_scheme == "turboquant" else 0
+    gone = max(0, context - piece.window) if piece.window is not None else 0
+    return packed + max(0, spec.min_tokens - gone) * per_token + mean
 
 
-def packed_capacity(tokens: int) -> int:
+def packed_capacity(tokens: int, window: int | None = None) -> int:
     """Columns of a packed cache that holds so many tokens, all but the last from the prompt
-    (``store.grown``)."""
+    (``store.grown``). That of a window gives back what the prompt took beyond it, if it is much.
+    """
     prompt = tokens - 1
-    return prompt + max(PACKED_STEP, prompt // 16) if prompt > 0 else tokens * (1 + PACKED_STEP)
+    if prompt <= 0:
+        return tokens * (1 + PACKED_STEP)
+    capacity = prompt + max(PACKED_STEP, prompt // 16)
+    if window is None or tokens <= window:
+        return capacity
+    spare = max(PACKED_STEP, window // 16)
+    return capacity if capacity - window <= 2 * spare else window + spare
 
 
 def _capacity(piece: Attention, context: int) -> int:

@@ -1,8 +1,8 @@
 """Put packed caches where plain ones would be, and tell what became of each layer.
 
-Only entries of exactly ``KVCache`` (or ``BatchKVCache``) of mlx-lm or mlx-vlm are packed, also
-inside ``CacheList``, lists and tuples. Sliding-window, recurrent and chunked caches stay as they
-are; ``CacheReport`` says so, and what everything costs in fact.
+Only entries of exactly ``KVCache`` and ``RotatingKVCache`` (or their batches) of mlx-lm or mlx-vlm
+are packed, also inside ``CacheList``, lists and tuples. Recurrent and chunked caches stay as they
+are, and windows too short to be packed; ``CacheReport`` says so, and what everything costs in fact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..cli import notice
-from .cache import BatchTurboQuantKVCache, PackedCache, TurboQuantKVCache, batch_store, kind_of
+from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, batch_store
+from .packed import PackedCache, kind_of
+from .rotating import (
+    BatchTurboQuantRotatingKVCache,
+    TurboQuantRotatingKVCache,
+    store_of_batch,
+)
 from .spec import (
     KVOptions,
     KVSpec,
@@ -27,15 +33,20 @@ from .spec import (
     turboquant_enabled,
 )
 
+FULL, WINDOWS = ("KVCache", "BatchKVCache"), ("RotatingKVCache", "BatchRotatingKVCache")
+
 ATTENTION_PAIRS = ("longcat_flash", "longcat_flash_ngram")
 """Model types whose ``CacheList`` has two caches of attention. In the others a second ``KVCache``
 holds the keys of an index (DeepSeek-V3.2, MiniMax-M3), which the model's code reaches into."""
 
 
-def pack_entry(entry: Any, spec: KVSpec, model_type: str | None = None) -> Any:
+def pack_entry(
+    entry: Any, spec: KVSpec, model_type: str | None = None, windows_too: bool = True
+) -> Any:
     """A packed cache in place of a plain one, with what it holds; other entries as they are.
 
-    Of a ``CacheList`` only the first ``KVCache`` is packed, but both in ``ATTENTION_PAIRS``.
+    Of a ``CacheList`` only the first cache of attention is packed, but both in ``ATTENTION_PAIRS``.
+    Windows are left as they are on request, and where they are too short (``KVSpec.for_window``).
     """
     if kind_of(entry) == "KVCache":
         return TurboQuantKVCache.from_cache(entry, spec=spec)
@@ -43,26 +54,51 @@ def pack_entry(entry: Any, spec: KVSpec, model_type: str | None = None) -> Any:
         packed = BatchTurboQuantKVCache([0], spec=spec)
         packed.store = batch_store(entry, spec)
         return packed
+    if kind_of(entry) in WINDOWS and windows_too:
+        return _pack_window(entry, spec)
     if kind_of(entry) == "CacheList":
-        first = next((c for c in entry.caches if kind_of(c) in ("KVCache", "BatchKVCache")), None)
+        first = next((c for c in entry.caches if kind_of(c) in (*FULL, *WINDOWS)), None)
         every = model_type in ATTENTION_PAIRS
         entry.caches = type(entry.caches)(
-            pack_entry(c, spec, model_type) if every or c is first else c for c in entry.caches
+            pack_entry(c, spec, model_type, windows_too) if every or c is first else c
+            for c in entry.caches
         )
         return entry
     if type(entry) in (list, tuple):
-        return type(entry)(pack_entry(c, spec, model_type) for c in entry)
+        return type(entry)(pack_entry(c, spec, model_type, windows_too) for c in entry)
     return entry
+
+
+def _pack_window(entry: Any, spec: KVSpec) -> Any:
+    made = spec.for_window(entry.max_size, getattr(entry, "keep", 0))
+    if made is None:
+        return entry
+    if kind_of(entry) == "RotatingKVCache":
+        return TurboQuantRotatingKVCache.from_cache(entry, spec=spec)
+    packed = BatchTurboQuantRotatingKVCache(entry.max_size, [0], spec=spec)
+    packed.store = store_of_batch(entry, made)
+    return packed
 
 
 def pack_prompt_cache(prompt_cache: list[Any], spec: KVSpec, model: Any = None) -> None:
     """Replace the plain caches of a prompt cache by packed ones, in place, protected layers left
-    out. ``model`` is the one that made it, if that is known."""
+    out. ``model`` is the one that made it, if that is known.
+
+    Layers with a sliding window share one mask, and in a batch that of a plain window turns around
+    with it. So where one of them is protected, all of them stay plain.
+    """
     model_type = getattr(model, "model_type", None)
     last = len(prompt_cache) - spec.protect_last
-    for i, entry in enumerate(prompt_cache):
-        if spec.protect_first <= i < last:
-            prompt_cache[i] = pack_entry(entry, spec, model_type)
+    free = [spec.protect_first <= i < last for i in range(len(prompt_cache))]
+    pairs = list(zip(prompt_cache, free, strict=True))
+    windows_too = all(ok for entry, ok in pairs if any(map(_is_window, _entries([entry]))))
+    for i, (entry, ok) in enumerate(pairs):
+        if ok:
+            prompt_cache[i] = pack_entry(entry, spec, model_type, windows_too)
+
+
+def _is_window(entry: Any) -> bool:
+    return kind_of(entry) in WINDOWS
 
 
 def install(model: Any, spec: KVSpec) -> None:
@@ -188,7 +224,7 @@ def _pack_when_due(entry: Any, spec: KVSpec) -> Any:
         return type(entry)(_pack_when_due(c, spec) for c in entry)
     caches = entry.caches if kind_of(entry) == "CacheList" else [entry]
     for cache in caches:
-        held = kind_of(cache) == "KVCache" and cache.keys is not None
+        held = kind_of(cache) in ("KVCache", "RotatingKVCache") and cache.keys is not None
         if held and cache.offset < spec.start:
             return entry
     return pack_entry(entry, spec)

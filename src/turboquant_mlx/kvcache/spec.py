@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import OptionError
@@ -95,11 +95,30 @@ class KVSpec:
                 raise OptionError(f"{name} must be a whole number from 0 to {most}, not {value}")
 
     @property
+    def mean_tokens(self) -> int:
+        """Tokens that the mean key is taken over."""
+        return MEAN_TOKENS if self.key_scheme == "turboquant" else 0
+
+    @property
     def warm_tokens(self) -> int:
         """Length up to which a sequence is held in 16 bits: what it needs for the mean key, and
         ``start``."""
-        mean = MEAN_TOKENS if self.key_scheme == "turboquant" else 0
-        return max(self.min_tokens + mean, self.start)
+        return max(self.min_tokens + self.mean_tokens, self.start)
+
+    def for_window(self, window: int, keep: int = 0) -> KVSpec | None:
+        """How the cache of a sliding window is packed, or None for one that stays in 16 bits.
+
+        Such a cache never holds more than ``window`` tokens, so it is packed by the time it is full
+        whatever ``start`` is, and of the first tokens only those stay in 16 bits that leave room
+        for the mean key. A window of up to ``MEAN_TOKENS`` tokens would never be packed.
+
+        Args:
+            window: most tokens that are held. keep: first tokens that are never dropped.
+        """
+        if window - keep <= self.mean_tokens:
+            return None
+        first = min(max(self.min_tokens, keep), window - self.mean_tokens)
+        return replace(self, min_tokens=first, start=min(self.start, window))
 
     def group_of(self, scheme: str, width: int) -> int:
         """Values of a head of ``width`` that share a scale.

@@ -10,6 +10,11 @@ neighbours.
 
 Lengths are known to Python (nothing waits for the device to learn them). Capacity grows by a
 sixteenth at a time, so a token is copied sixteen times in the long run, not at every step.
+
+A sliding window (``rotating``) forgets tokens at the front: ``drop`` hides their columns as if they
+were padding, which costs nothing, and ``cut`` gives the columns back now and then. A row's own
+positions then count from the first token that is left. The first ``keep`` tokens are never
+forgotten; they are in 16 bits, and stand in the columns right before the others.
 """
 
 from __future__ import annotations
@@ -51,6 +56,8 @@ class PackedStore:
         keys, values: arrays [B, Hkv, capacity, n] of the codecs.
         raw_keys, raw_values: [B, Hkv, n, D], rows' first tokens in the model's dtype.
         limits: while a right-padded prompt is read, each row's own length at its end.
+        keep: so many first tokens are never dropped.
+        dropped: tokens of each row that were forgotten at the front.
     """
 
     spec: KVSpec
@@ -66,10 +73,14 @@ class PackedStore:
     dtype_name: str = ""
     limits: list[int] | None = None
     version: int = 0
+    keep: int = 0
+    dropped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.frozen:
             self.frozen = [False] * len(self.padding)
+        if not self.dropped:
+            self.dropped = [0] * len(self.padding)
 
     # -- facts --------------------------------------------------------------------------------
 
@@ -94,6 +105,17 @@ class PackedStore:
     def value_codec(self) -> SideCodec:
         return SideCodec.of(self.spec, "value", self.widths[1])
 
+    def offsets(self) -> list[int]:
+        """Position of each row's next token; negative inside its padding."""
+        return [n + self.columns - p for n, p in zip(self.dropped, self.padding, strict=True)]
+
+    def beyond_limits(self) -> list[int]:
+        """Columns behind each row's last token, while a right-padded prompt is read."""
+        if self.limits is None:
+            return [0] * self.batch
+        own = [self.columns - p for p in self.padding]
+        return [max(0, n - limit) for n, limit in zip(own, self.limits, strict=True)]
+
     def lengths(self, columns: int | None = None) -> list[int]:
         """Tokens of each row within the first ``columns`` columns (default: those in use)."""
         n = self.columns if columns is None else columns
@@ -102,11 +124,15 @@ class PackedStore:
             own = [min(a, b) for a, b in zip(own, self.limits, strict=True)]
         return own
 
+    def first_tokens(self, r: int) -> int:
+        """Tokens of row r that stay in 16 bits for good, of those that are not dropped yet."""
+        return self.keep + max(0, self.spec.min_tokens - self.keep - self.dropped[r])
+
     def raw_lengths(self) -> list[int]:
         """So many first tokens of each row are held in 16 bits."""
         return [
-            min(n, self.spec.min_tokens) if frozen else n
-            for n, frozen in zip(self.lengths(), self.frozen, strict=True)
+            min(n, self.first_tokens(r)) if self.frozen[r] else n
+            for r, n in enumerate(self.lengths())
         ]
 
     def arrays(self) -> list[mx.array]:
@@ -137,15 +163,21 @@ class PackedStore:
 
     @property
     def spare_nbytes(self) -> int:
-        """Bytes of columns and raw positions that hold no token yet."""
+        """Bytes of columns and raw positions that hold no token yet, or none any more."""
         spare = 0
         for part in (*self.keys, *self.values):
-            spare += part.nbytes * (part.shape[2] - self.columns) // max(part.shape[2], 1)
+            unused = part.shape[2] - self.live
+            spare += part.nbytes * unused // max(part.shape[2], 1)
         used = max(self.raw_lengths(), default=0)
         for raw in (self.raw_keys, self.raw_values):
             if raw is not None and raw.shape[2]:
                 spare += raw.nbytes * (raw.shape[2] - min(used, raw.shape[2])) // raw.shape[2]
         return spare
+
+    @property
+    def live(self) -> int:
+        """Columns behind those that no row uses."""
+        return self.columns - min(min(self.padding, default=0), self.columns)
 
     def plain_nbytes(self) -> int:
         """Bytes that 16-bit keys and values of the columns in use take (32-bit ones if those
@@ -153,7 +185,7 @@ class PackedStore:
         if self.raw_keys is None:
             return 0
         heads = self.raw_keys.shape[1]
-        return self.batch * heads * self.columns * sum(self.widths) * self.dtype.size
+        return self.batch * heads * self.live * sum(self.widths) * self.dtype.size
 
     # -- appending ----------------------------------------------------------------------------
 
@@ -173,8 +205,7 @@ class PackedStore:
         after = self.lengths()
         self._reserve(self.columns)
         self._hold(keys, values, before_columns, before, after)
-        warm = self.spec.warm_tokens
-        newly = [r for r in range(self.batch) if not self.frozen[r] and after[r] >= warm]
+        newly = [r for r in range(self.batch) if self._is_due(r, after[r])]
         for r in newly:
             self._freeze(r)
         if any(self.frozen):
@@ -182,7 +213,13 @@ class PackedStore:
         for r in newly:
             self._pack_held(r, min(before[r], after[r]))
         if all(self.frozen):
-            self._shrink_raw(self.spec.min_tokens)
+            self._shrink_raw(max(self.first_tokens(r) for r in range(self.batch)))
+
+    def _is_due(self, r: int, length: int) -> bool:
+        """Whether row r, with so many tokens, gets its mean key and is packed."""
+        behind = length - self.first_tokens(r)
+        enough = length + self.dropped[r] >= self.spec.warm_tokens
+        return not self.frozen[r] and enough and behind >= self.spec.mean_tokens
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if keys.shape[0] != self.batch:
@@ -217,10 +254,7 @@ class PackedStore:
     ) -> None:
         """Keep in 16 bits what belongs there, and what is not packed yet."""
         assert self.raw_keys is not None and self.raw_values is not None
-        ends = [
-            min(n, self.spec.min_tokens) if frozen else n
-            for n, frozen in zip(after, self.frozen, strict=True)
-        ]
+        ends = [min(n, self.first_tokens(r)) if self.frozen[r] else n for r, n in enumerate(after)]
         if all(end <= start for end, start in zip(ends, before, strict=True)):
             return
         need = max(ends)
@@ -238,7 +272,7 @@ class PackedStore:
         """Give row r its mean key."""
         assert self.raw_keys is not None
         if self.shift is not None:
-            first = self.spec.min_tokens
+            first = self.first_tokens(r)
             some = self.raw_keys[r, :, first : first + MEAN_TOKENS].astype(mx.float32)
             mean = fold(some, 1) * (MEAN_SHARE / MEAN_TOKENS)
             self.shift[r] = mean.astype(self.dtype)
@@ -257,7 +291,7 @@ class PackedStore:
     def _pack_held(self, r: int, until: int) -> None:
         """Pack row r's tokens that were held in 16 bits and came before the latest columns."""
         assert self.raw_keys is not None and self.raw_values is not None
-        start = self.spec.min_tokens
+        start = self.first_tokens(r)
         if until > start:
             part = (slice(r, r + 1), slice(None), slice(start, until))
             column = self.padding[r] + start
@@ -330,6 +364,47 @@ class PackedStore:
         self.version += 1
         return n
 
+    def drop(self, column: int) -> None:
+        """Forget what came before a column, but for each row's first ``keep`` tokens.
+
+        Raises:
+            ValueError: it is behind the columns in use.
+        """
+        if column > self.columns:
+            raise ValueError(f"column {column} of {self.columns} cannot come first")
+        gone = [max(0, column - p) for p in self.padding]
+        if not any(gone):
+            return
+        for r, n in enumerate(gone):
+            held = self.raw_lengths()[r]
+            left = held - self.keep - n  # tokens in 16 bits that stay, behind those kept
+            if n and held > self.keep and self.raw_keys is not None:
+                for raw in (self.raw_keys, self.raw_values):
+                    assert raw is not None
+                    if left > 0:
+                        moved = mx.array(raw[r, :, held - left : held])
+                        raw[r, :, self.keep : self.keep + left] = moved
+            self.padding[r] += n
+            self.dropped[r] += n
+            if self.limits is not None:
+                self.limits[r] -= n
+        if all(self.frozen):
+            self._shrink_raw(max(self.raw_lengths()))
+        self.version += 1
+
+    def cut(self, columns: int) -> None:
+        """Give back the columns that no row uses any more, and make room for so many in all."""
+        first = self.columns - self.live
+        if self.keys and self.keys[0].shape[2]:
+            size = grown(columns)
+            self.keys, self.values = (
+                _padded((p[:, :, first : self.columns] for p in parts), size)
+                for parts in (self.keys, self.values)
+            )
+        self.columns -= first
+        self.padding = [p - first for p in self.padding]
+        self.version += 1
+
     def roll(self, right_padding: Sequence[int]) -> None:
         """Move each row right by its padding, from behind its tokens to before them."""
         shifts = mx.array(list(right_padding))[:, None]
@@ -350,6 +425,7 @@ class PackedStore:
             self,
             padding=[self.padding[i] for i in keep],
             frozen=[self.frozen[i] for i in keep],
+            dropped=[self.dropped[i] for i in keep],
             shift=take(self.shift),
             keys=tuple(p[picked] for p in self.keys),
             values=tuple(p[picked] for p in self.values),
@@ -362,8 +438,7 @@ class PackedStore:
         return out
 
     def _compact(self) -> None:
-        least = min(self.padding, default=0)
-        cut = min(least, self.columns)
+        cut = self.columns - self.live
         if cut > 0:
             self.keys = tuple(p[:, :, cut:] for p in self.keys)
             self.values = tuple(p[:, :, cut:] for p in self.values)
@@ -384,6 +459,7 @@ class PackedStore:
             values=tuple(mx.contiguous(p[:, :, :end]) for p in self.values),
             padding=list(self.padding),
             frozen=list(self.frozen),
+            dropped=list(self.dropped),
         )
 
     @classmethod
@@ -393,14 +469,15 @@ class PackedStore:
         Raises:
             OptionError: they are packed in different ways.
         """
-        spec = stores[0].spec
-        if any(s.spec != spec for s in stores):
+        spec, keep = stores[0].spec, stores[0].keep
+        if any(s.spec != spec or s.keep != keep for s in stores):
             raise OptionError("caches that are packed in different ways cannot be joined")
         columns = max(s.columns for s in stores)
         padding = [p + columns - s.columns for s in stores for p in s.padding]
         frozen = [f for s in stores for f in s.frozen]
         models = [s for s in stores if not s.is_empty]
-        out = cls(spec, padding, columns, frozen)
+        dropped = [n for s in stores for n in s.dropped]
+        out = cls(spec, padding, columns, frozen, keep=keep, dropped=dropped)
         if not models:
             return out
         model = models[0]

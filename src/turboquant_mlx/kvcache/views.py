@@ -9,6 +9,7 @@ the pair and answers a few queries from the packed store, so that the graph is n
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ class PackedView(mx.array):
 
 
 def view_pair(store: PackedStore, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values of the store as it is now.
+    """Keys and values of the store as it is now: of all columns, or of the last ones.
 
     They must not be kept: the store's next append writes in place only if nobody else holds it.
     """
@@ -51,7 +52,18 @@ def answer(q, k, v, *, scale, mask=None, sinks=None) -> mx.array | None:
         return None
     if isinstance(mask, str) and mask != "causal":
         return None
+    if isinstance(mask, mx.array):
+        mask = _widened(mask, store.columns - k.shape[2])
     return attend(q, store, scale=scale, mask=mask, sinks=sinks)
+
+
+def _widened(mask: mx.array, columns: int) -> mx.array:
+    """A mask of the columns that a view shows as one of all: those in front are not seen."""
+    if not columns or mask.shape[-1] == 1:
+        return mask
+    hidden = False if mask.dtype == mx.bool_ else -math.inf
+    front = mx.full((*mask.shape[:-1], columns), hidden, dtype=mask.dtype)
+    return mx.concatenate([front, mask], axis=-1)
 
 
 class HookHold:
