@@ -196,6 +196,7 @@ inline float2 __half22float2(__half2 v) { return float2(float(v.x), float(v.y));
 inline float2 make_float2(float x, float y) { return float2(x, y); }
 inline float4 make_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
 inline float exp2f(float x) { return exp2(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline uint __funnelshift_r(uint low, uint high, uint shift) {
   return uint(((ulong(high) << 32) | ulong(low)) >> (shift & 31u));
