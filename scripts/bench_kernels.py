@@ -10,7 +10,7 @@ go through more copies than a GPU's second-level cache holds. Every figure is a 
 
     python scripts/bench_kernels.py             all tables, about three minutes on one H200
     python scripts/bench_kernels.py --quick     one row, two shapes
-    python scripts/bench_kernels.py --sweep     which launch is the best for each shape
+    python scripts/bench_kernels.py --sweep     the numbers of kernels/selection.py, in 3 minutes
 
 The last line is JSON.
 """
@@ -18,141 +18,35 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from turboquant_mlx.kernels import matvec as matvec_module
-from turboquant_mlx.kernels import selection
-from turboquant_mlx.kernels.dialect import Dialect
+from kernel_sweep import SECONDS, sweep
+from kernel_timing import (
+    Product,
+    affine,
+    affine_product,
+    called_seconds,
+    codes,
+    copies,
+    fp16,
+    kernel_seconds,
+    median_seconds,
+    random_weight,
+)
 from turboquant_mlx.kernels.dispatch import backend, why_backend
 from turboquant_mlx.kernels.gather import gather_matmul
 from turboquant_mlx.kernels.matmul import packed_matmul, portable_matmul
 from turboquant_mlx.kernels.matvec import joint_matvec
 from turboquant_mlx.kernels.rotate import rotate_few
-from turboquant_mlx.kernels.selection import Launch
-from turboquant_mlx.quant.rotation import block_size, rotate
-from turboquant_mlx.quant.spec import QuantSpec
-from turboquant_mlx.quant.weight import PackedWeight
+from turboquant_mlx.quant.rotation import rotate
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (576, 1536), (1536, 576)]
 QUICK = [(14336, 4096), (128256, 4096)]
-CACHE_BYTES = 192 * 2**20  # more than any second-level cache
-MOST_COPIES = 12
-REPEATS = 9
-
-Product = Callable[[mx.array, Any], mx.array]
-
-
-def codes(width: int) -> dict[str, QuantSpec]:
-    """The codes that are measured, by name."""
-    block = block_size(width)
-    found = {
-        f"trellis{bits}": QuantSpec(
-            bits=bits, window_bits=8, group_size=block, scale_layout="log8", rotation_block=block
-        )
-        for bits in (3, 2, 4)
-    }
-    for bits in (3, 2, 4):
-        found[f"scalar{bits}"] = QuantSpec(bits=bits, group_size=64, rotation_block=block)
-    return found
-
-
-def random_weight(spec: QuantSpec, *shape: int) -> PackedWeight:
-    *rows, width = shape
-    groups = (*rows, width // spec.group_size)
-    if spec.scale_layout == "log8":
-        scales = mx.random.randint(180, 241, groups).astype(mx.uint8)
-    else:
-        scales = mx.random.uniform(0.1, 1, groups).astype(mx.float16)
-    weight = PackedWeight(
-        spec=spec,
-        shape=shape,
-        codes=random_words(*rows, spec.words_per_row(width)),
-        scales=scales,
-        table=mx.random.normal((spec.table_size,)),
-        multiplier=mx.ones((width,), mx.float16),
-    )
-    mx.eval(weight.arrays())
-    return weight
-
-
-def random_words(*shape: int) -> mx.array:
-    halves = [mx.random.randint(0, 2**16, shape).astype(mx.uint32) for _ in range(2)]
-    return halves[0] * 65536 + halves[1]
-
-
-def median_seconds(run: Callable[[], Any]) -> float:
-    for _ in range(2):
-        mx.eval(run())
-    mx.synchronize()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        mx.eval(run())
-        mx.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def kernel_seconds(product: Product, x: mx.array, weights: list) -> float:
-    """Per product in a graph where each needs the one before it."""
-    loops = max(1, 24 // len(weights))
-    steps = loops * len(weights)
-
-    @mx.compile
-    def chain(x):
-        for weight in weights * loops:
-            x = x + product(x, weight)[..., :1] * 0
-        return x
-
-    @mx.compile
-    def empty(x):
-        for _ in range(steps):
-            x = x + x[..., 1:2] * 0
-        return x
-
-    return (median_seconds(lambda: chain(x)) - median_seconds(lambda: empty(x))) / steps
-
-
-def called_seconds(product: Product, x: mx.array, weights: list) -> float:
-    """Per product, called from Python one after the other."""
-    loops = max(1, 24 // len(weights))
-
-    def run():
-        return [product(x, weight) for weight in weights * loops]
-
-    return median_seconds(run) / (loops * len(weights))
-
-
-def copies(make: Callable[[], Any], n_bytes: int) -> list:
-    return [make() for _ in range(max(2, min(MOST_COPIES, -(-CACHE_BYTES // n_bytes))))]
-
-
-def fp16(outputs: int, width: int) -> mx.array:
-    weight = mx.random.normal((outputs, width)).astype(mx.float16)
-    mx.eval(weight)
-    return weight
-
-
-def affine(outputs: int, width: int, bits: int) -> tuple:
-    made = mx.quantize(fp16(outputs, width), group_size=64, bits=bits)
-    mx.eval(made)
-    return tuple(made)
-
-
-def affine_product(bits: int) -> Product:
-    def product(x, weight):
-        return mx.quantized_matmul(x, *weight, transpose=True, group_size=64, bits=bits)
-
-    return product
 
 
 def candidates(outputs: int, width: int) -> list[tuple[str, Product, Callable[[], Any], int]]:
@@ -318,76 +212,13 @@ def measure_launches() -> list[dict]:
     return results
 
 
-@contextlib.contextmanager
-def table_bytes(dialect: Dialect, n_bytes: int) -> Iterator[None]:
-    """Another size of the looked-up tables for a while."""
-    before = selection.TABLE_BYTES[dialect]
-    selection.TABLE_BYTES[dialect] = n_bytes
-    matvec_module.plan.cache_clear()
-    try:
-        yield
-    finally:
-        selection.TABLE_BYTES[dialect] = before
-        matvec_module.plan.cache_clear()
-
-
-def sweep(shapes: list, rows: list[int]) -> list[dict]:
-    """The best launches of the matvec."""
-    results = []
-    choice = backend()
-    assert choice == "metal" or choice == "cuda"
-    for (outputs, width), n_rows in itertools.product(shapes, rows):
-        x = mx.random.normal((n_rows, width)).astype(mx.float16)
-        for name in ("trellis3", "scalar3"):
-            spec = codes(width)[name]
-            weights = copies(
-                lambda s=spec, o=outputs, w=width: random_weight(s, o, w),
-                spec.packed_bytes((outputs, width)),
-            )
-            tried = []
-            for each, split, warps in itertools.product((2, 4, 8, 16), (1, 2, 4, 8), (4, 8)):
-                if split > warps or each * min(n_rows, 8) > 64:
-                    continue
-                launch = Launch(each, split, warps)
-
-                def product(x, weight, launch=launch):
-                    return matvec_module.matvec(x, weight, choice, launch=launch)
-
-                try:
-                    tried.append((kernel_seconds(product, x, weights), launch))
-                except (RuntimeError, ValueError) as error:
-                    print(f"{launch}: {str(error).splitlines()[0]}")
-            default = kernel_seconds(packed_matmul, x, weights)
-            tried.sort(key=lambda pair: pair[0])
-            shown = ", ".join(
-                f"{t * 1e6:.1f} us {launch.outputs}/{launch.split}/{launch.warps}"
-                for t, launch in tried[:4]
-            )
-            print(
-                f"{outputs} x {width} rows {n_rows} {name}: default {default * 1e6:.1f}; {shown}",
-                flush=True,
-            )
-            for kib in (4, 8, 16, 32):
-                with table_bytes(choice, kib * 2**10):
-                    seconds = kernel_seconds(packed_matmul, x, weights)
-                print(f"    copies of the table in {kib} KiB: {seconds * 1e6:.1f} us", flush=True)
-            results += [
-                {
-                    "shape": [outputs, width],
-                    "rows": n_rows,
-                    "weight": name,
-                    "launch": [launch.outputs, launch.split, launch.warps],
-                    "kernel_us": round(t * 1e6, 2),
-                }
-                for t, launch in tried
-            ]
-    return results
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, one row")
-    parser.add_argument("--sweep", action="store_true", help="try launches of the matvec")
+    parser.add_argument("--sweep", action="store_true", help="measure what selection.py holds")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="the sweep stops then (default %(default)s)"
+    )
     parser.add_argument("--rows", type=int, nargs="+", help="rows of activations")
     parser.add_argument("--shapes", nargs="+", metavar="OxI", help="such as 14336x4096")
     args = parser.parse_args()
@@ -407,7 +238,7 @@ def main() -> None:
     if args.shapes:
         shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes]
     if args.sweep:
-        report["sweep"] = sweep(shapes, args.rows or [1])
+        report |= sweep(args.seconds)
     else:
         bandwidth = copy_bandwidth()
         print(f"a copy moves {bandwidth / 1e12:.2f} TB/s")

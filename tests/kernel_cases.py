@@ -24,9 +24,23 @@ from turboquant_mlx.quant.weight import PackedWeight, dequantize_numpy
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 
 # Relative error of a whole result. float32: other orders of at most some thousand additions, and
-# 2**x to a few units in the last place. Else the worst rounding of a single element; the roundings
-# of results (and of levels, where matrix units multiply) come to half of it together.
+# 2**x to a few units in the last place. Else the worst rounding of a single element, of which the
+# roundings of all results together come to half.
 BOUNDS = {mx.float32: 2e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+
+
+Code = tuple[int, int] | str
+"""Bits and bits of the window, or "ternary"."""
+
+CODES: list[Code] = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8)]
+CODES += [(2, 8), (3, 8), (4, 8), (2, 5), (3, 12), "ternary"]
+
+
+def spec_of(code: Code, **more) -> QuantSpec:
+    if code == "ternary":
+        return QuantSpec(code="ternary", **{**more, "tile": 0})
+    bits, window = code
+    return QuantSpec(bits=bits, window_bits=window, **more)
 
 
 def packed(spec: QuantSpec, *shape: int, seed: int = 0) -> PackedWeight:
@@ -96,7 +110,11 @@ def assert_product(got: mx.array, x: mx.array, weight: PackedWeight, use_qjl: bo
     assert got.shape == expected.shape
     typical = np.linalg.norm(matrix) * np.linalg.norm(values) / matrix.shape[-1] ** 0.5
     distance = np.linalg.norm(as_double(got) - expected)
-    assert distance <= BOUNDS[x.dtype] * max(typical, np.linalg.norm(expected))
+    # Where matrix units multiply, the few levels of a table are rounded as well, and all weights of
+    # a level with it in one direction.
+    by_matrix_units = x.dtype != mx.float32 and weight.spec.bits <= 4
+    bound = BOUNDS[x.dtype] * (2 if by_matrix_units else 1)
+    assert distance <= bound * max(typical, np.linalg.norm(expected))
 
 
 def all_pairs(**axes: list) -> Iterator[dict]:
@@ -124,6 +142,36 @@ def all_pairs(**axes: list) -> Iterator[dict]:
                 best = tuple(row)
         left -= pairs(best)
         yield {name: axes[name][value] for name, value in zip(names, best, strict=True)}
+
+
+def each_of_all(axes: dict[str, list], *names: str) -> Iterator[dict]:
+    """All combinations of the values of some axes; the other axes take turns."""
+    others = [name for name in axes if name not in names]
+    for turn, values in enumerate(itertools.product(*(axes[name] for name in names))):
+        case = dict(zip(names, values, strict=True))
+        # steps that have no divisor in common with the lengths of axes
+        for step, name in zip((1, 7, 11, 13, 17), others, strict=False):
+            case[name] = axes[name][turn * step // 2 % len(axes[name])]
+        yield {name: case[name] for name in axes if name in case}
+
+
+def name_of(case: dict) -> str:
+    """The values of a case, for the name of a test."""
+    return "-".join(map(str, case.values()))
+
+
+@contextlib.contextmanager
+def counting(launches: list[str]) -> Iterator[None]:
+    """Note the names of kernels as they are launched."""
+    launch = Kernel.launch
+
+    def noted(self, *args, **kwargs):
+        launches.append(self.name)
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "launch", noted)
+        yield
 
 
 @contextlib.contextmanager

@@ -18,10 +18,17 @@ from turboquant_mlx.quant.spec import QuantSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
-WORK = ["matvec", "gather", "joint2", "joint3", "expand", "rotate"]
-PAIRS = [matvec.MATVEC, matvec.GATHER_MATVEC, *matvec.JOINT_MATVEC.values()]
-FOR_BOTH = [*(pair[0] for pair in PAIRS), expand.EXPAND, rotate.ROTATE]
-FOR_CUDA = [*FOR_BOTH, *(pair[1] for pair in PAIRS)]
+TERNARY = QuantSpec(code="ternary", group_size=64)
+WORK = ["matvec", "gather", "joint2", "joint3", "joint gather", "expand", "rotate"]
+KINDS = [
+    matvec.MATVEC,
+    matvec.GATHER_MATVEC,
+    *matvec.JOINT_MATVEC.values(),
+    matvec.JOINT_GATHER,
+]
+FOR_BOTH = [kernel for kind in KINDS for kernel in (kind.multiply, kind.ternary)]
+FOR_BOTH += [expand.EXPAND, expand.EXPAND_TERNARY, rotate.ROTATE]
+FOR_CUDA = [*FOR_BOTH, *(kind.tensor for kind in KINDS)]
 
 
 def name_of(kernel: Kernel) -> str:
@@ -47,6 +54,9 @@ def a_call(work: str, dialect, spec=SPEC, dtype=mx.float16, rows=1):
         elif work == "gather":
             chosen = mx.array([1, 0], mx.uint32)
             matvec.gather_matvec(x[:1], packed(spec, 2, 600, 192), chosen, dialect)
+        elif work == "joint gather":
+            stacks = [packed(spec, 2, 600, 192)] * 2
+            matvec.joint_gather(x[:1], stacks, mx.array([1, 0], mx.uint32), dialect)
         elif work.startswith("joint"):
             matvec.joint_matvec(x, [weight] * int(work[-1]), dialect)
         elif work == "rotate":
@@ -57,11 +67,12 @@ def a_call(work: str, dialect, spec=SPEC, dtype=mx.float16, rows=1):
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="MLX for CUDA generates no Metal text")
+@pytest.mark.parametrize("spec", [SPEC, TERNARY], ids=["stream", "ternary"])
 @pytest.mark.parametrize("work", WORK)
-def test_the_metal_text_is_the_one_in_review(work):
+def test_the_metal_text_is_the_one_in_review(work, spec):
     """MLX's own text of the kernel, kept so that a change shows; TQ_UPDATE_GOLDEN=1 renews it."""
     trace = pytest.importorskip("metal_on_cpu").trace
-    kernel, inputs, call = a_call(work, "metal")
+    kernel, inputs, call = a_call(work, "metal", spec)
     text = trace(kernel.build("metal"), inputs, **call).text
     kept = GOLDEN / f"{kernel.name}.metal"
     if os.environ.get("TQ_UPDATE_GOLDEN"):
@@ -75,7 +86,7 @@ def test_the_matrix_units_are_used_on_cuda_alone():
         for dtype in (mx.float16, mx.bfloat16, mx.float32):
             kernel, _, _ = a_call("matvec", dialect, dtype=dtype)
             expected = dialect == "cuda" and dtype != mx.float32
-            assert (kernel is matvec.MATVEC[1]) == expected
+            assert (kernel is matvec.MATVEC.tensor) == expected
 
 
 @pytest.mark.parametrize("kernel", FOR_BOTH, ids=name_of)
@@ -105,13 +116,13 @@ def test_bodies_follow_the_rules_of_the_dialects(kernel):
 
 
 def test_a_kernel_is_built_once():
-    kernel, dialect = matvec.MATVEC[0], "cuda" if mx.cuda.is_available() else "metal"
+    kernel, dialect = matvec.MATVEC.multiply, "cuda" if mx.cuda.is_available() else "metal"
     assert kernel.build(dialect) is kernel.build(dialect)
 
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name."""
-    assert len({kernel.name for kernel in FOR_CUDA}) == len(FOR_CUDA)
+    assert len({kernel.name for kernel in FOR_CUDA}) == len(FOR_CUDA) == 18
 
 
 def test_a_stand_in_is_undone():
@@ -170,6 +181,9 @@ def cuda_program(kernel: Kernel, inputs: list[mx.array], call: dict) -> str:
         (QuantSpec(bits=3, group_size=64), 8, mx.float16),
         (SPEC, 8, mx.float32),
         (QuantSpec(bits=7, group_size=8), 2, mx.float32),
+        (QuantSpec(bits=3, window_bits=12, group_size=64), 1, mx.float32),
+        (TERNARY, 1, mx.bfloat16),
+        (TERNARY, 8, mx.float16),
     ],
     ids=str,
 )

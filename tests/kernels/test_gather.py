@@ -7,18 +7,27 @@ import numpy as np
 import pytest
 
 from kernel_cases import (
+    CODES,
     ON_GPU,
     activation,
+    all_pairs,
     as_double,
     assert_close,
+    assert_product,
+    counting,
     dense,
     dialects,
+    each_of_all,
+    name_of,
     packed,
     running,
+    spec_of,
 )
-from turboquant_mlx.kernels.gather import gather_matmul, portable_gather
-from turboquant_mlx.kernels.matvec import gather_matvec
-from turboquant_mlx.kernels.selection import GATHER_ENTRIES
+from turboquant_mlx.kernels.gather import are_few, gather_matmul, portable_gather
+from turboquant_mlx.kernels.matvec import gather_matvec, joint_gather, why_not_jointly
+from turboquant_mlx.kernels.selection import GATHER_ENTRIES, Launch
+from turboquant_mlx.layers.rotation_group import RotationGroup
+from turboquant_mlx.quant.rotation import rotate
 from turboquant_mlx.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
@@ -71,6 +80,51 @@ def test_axes_that_broadcast_otherwise(dialect):
         y = gather_matmul(x, weight, indices)
         mx.eval(y)
     assert_close(y, expected(x, weight, mx.broadcast_to(indices, (2, 3))), mx.float32)
+
+
+AXES = {
+    "dialect": dialects(),
+    "code": CODES,
+    "group": [16, 32, 64, 128],
+    "layout": ["float16", "log8"],
+    "dtype": [mx.float16, mx.bfloat16, mx.float32],
+    "rows": [1, 2, 4],
+    "outputs": [(7,), (70,), (7, 70), (70, 24)],
+    "tile": [0, 128],
+    "launch": [None, Launch(2, 2, 4), Launch(8, 1, 4)],
+}
+
+
+def check(dialect, code, group, layout, dtype, rows, outputs, tile, launch, width=384):
+    """``rows`` activations, two experts for each; of one stack or of two together."""
+    spec = spec_of(code, group_size=group, scale_layout=layout, tile=tile)
+    weights = [packed(spec, 3, n, width, seed=i) for i, n in enumerate(outputs)]
+    x = activation(rows, width, dtype=dtype)
+    experts = [2, 0, 1, 1, 0, 2, 2, 2][: 2 * rows]
+    chosen = mx.array(experts, mx.uint32)
+    with running(dialect):
+        if len(weights) == 1:
+            products = [gather_matvec(x, weights[0], chosen, dialect, launch=launch)]
+        else:
+            products = joint_gather(x, weights, chosen, dialect, launch=launch)
+        mx.eval(products)
+    for y, weight in zip(products, weights, strict=True):
+        assert y.shape == (2 * rows, weight.shape[1])
+        for i, expert in enumerate(experts):
+            assert_product(y[i], x[i // 2], weight.expert(expert))
+
+
+@pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
+def test_every_two_properties_of_experts_together(case):
+    check(**case)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_all_properties_of_experts_together(dialect, code):
+    for case in each_of_all(AXES, "group", "layout", "dtype", "outputs", "launch"):
+        check(**{**case, "dialect": dialect, "code": code})
 
 
 @pytest.mark.parametrize("dialect", dialects())
@@ -142,3 +196,53 @@ def test_the_reference_agrees():
     want = expected(x, weight, indices)
     error = np.linalg.norm(as_double(portable_gather(x, weight, indices)) - want)
     assert error <= (2.0**-10 if ON_GPU else 2e-6) * np.linalg.norm(want)
+
+
+def test_stacks_that_cannot_be_multiplied_together():
+    spec = QuantSpec(bits=3, group_size=64)
+    one = packed(spec, EXPERTS, 8, 128)
+    assert why_not_jointly([one, packed(spec, EXPERTS, 24, 128)]) == ""
+    assert "3 weights" in why_not_jointly([one] * 3)
+    assert "different kinds" in why_not_jointly([one, packed(spec, EXPERTS + 1, 8, 128)])
+    assert "different kinds" in why_not_jointly([one, packed(spec, EXPERTS, 8, 192)])
+    assert "different kinds" in why_not_jointly([one, packed(spec, 8, 128)])
+
+
+def test_few_pairs():
+    x = mx.zeros((1, 1, 1, 1, 64))
+    assert are_few(x, mx.zeros((1, 1, 8), mx.uint32))
+    assert not are_few(x, mx.zeros((1, GATHER_ENTRIES + 1), mx.uint32))
+    assert not are_few(mx.zeros((2, 3, 64)), mx.zeros((2,), mx.uint32)), "rows that share experts"
+    assert not are_few(mx.zeros((0, 1, 64)), mx.zeros((0,), mx.uint32))
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("kinds", ["alike", "different"])
+def test_gate_and_up_are_multiplied_together(dialect, kinds):
+    """Where that is possible; either way the outputs are those of the layers alone."""
+    pytest.importorskip("threadpoolctl")  # of the layers' CPU back-end
+    from turboquant_mlx.layers.switch import TurboQuantSwitchLinear
+
+    spec = SPEC.with_(window_bits=8, rotation_block=64)
+    other = spec if kinds == "alike" else spec.with_(bits=4, window_bits=8)
+    group = RotationGroup(WIDTH, 64)
+    layers, weights = [], []
+    for i, kind in enumerate((spec, other)):
+        weight = packed(kind, EXPERTS, 8 + 8 * i, WIDTH, seed=i)
+        layer = TurboQuantSwitchLinear(kind, weight.shape, group=group, leads=not i, bias=i == 1)
+        layer.codes, layer.scales, layer.table = weight.codes, weight.scales, weight.table
+        layers.append(layer.eval())
+        weights.append(weight)
+    x = activation(2, 1, 1, WIDTH)
+    rotated = rotate(x, 64)
+    launches: list[str] = []
+    with running(dialect), counting(launches):
+        # the same activation may meet other experts afterwards
+        for indices in (mx.array([[4, 0], [1, 5]]), mx.array([[3, 3], [2, 0]])):
+            outputs = [layer(x, indices) for layer in layers]
+            mx.eval(outputs)
+            for y, weight in zip(outputs, weights, strict=True):
+                assert_close(y, expected(rotated, weight, indices), mx.float32)
+    joint = ["turboquant_rotate", "turboquant_joint_gather2"]
+    apart = ["turboquant_rotate", *["turboquant_gather_matvec"] * 2]
+    assert launches == 2 * (joint if kinds == "alike" else apart)

@@ -7,6 +7,7 @@ import pytest
 
 from kernel_cases import (
     BOUNDS,
+    CODES,
     ON_GPU,
     activation,
     all_pairs,
@@ -14,15 +15,17 @@ from kernel_cases import (
     assert_close,
     dense,
     dialects,
+    each_of_all,
+    name_of,
     packed,
     running,
+    spec_of,
 )
 from turboquant_mlx.kernels import matmul
 from turboquant_mlx.kernels.expand import expand
 from turboquant_mlx.kernels.matmul import packed_matmul
 from turboquant_mlx.quant.spec import QuantSpec
 
-CODES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (2, 8), (3, 8), (4, 8)]
 AXES = {
     "dialect": dialects(),
     "code": CODES,
@@ -34,31 +37,36 @@ AXES = {
 }
 
 
-def name_of(case: dict) -> str:
-    return "-".join(map(str, case.values()))
+def check(dialect, code, group, layout, tile, dtype, outputs):
+    weight = packed(spec_of(code, group_size=group, scale_layout=layout, tile=tile), outputs, 192)
+    with running(dialect):
+        values = expand(weight, dtype, dialect)
+        mx.eval(values)
+    assert_close(values, dense(weight), dtype)
 
 
 @pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
 def test_a_kernel_decodes_every_weight(case):
-    bits, window = case["code"]
-    spec = QuantSpec(
-        bits=bits,
-        window_bits=window,
-        group_size=case["group"],
-        scale_layout=case["layout"],
-        tile=case["tile"],
-    )
-    weight = packed(spec, case["outputs"], 192)
-    with running(case["dialect"]):
-        values = expand(weight, case["dtype"], case["dialect"])
-        mx.eval(values)
-    assert_close(values, dense(weight), case["dtype"])
+    check(**case)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_all_properties_of_a_decoded_weight_together(dialect, code):
+    for case in each_of_all(AXES, "group", "layout", "tile", "dtype"):
+        check(**{**case, "dialect": dialect, "code": code})
 
 
 @pytest.mark.parametrize("dialect", dialects())
-@pytest.mark.parametrize("width", [40, 2880, 4096])
-def test_widths_that_are_no_multiple_of_a_step(dialect, width):
-    weight = packed(QuantSpec(bits=3, group_size=8), 9, width)
+@pytest.mark.parametrize(
+    "spec, width",
+    [(QuantSpec(bits=3, group_size=8), width) for width in (40, 2880, 4096)]
+    + [(QuantSpec(code="ternary", group_size=16), width) for width in (48, 2880, 4096)],
+    ids=str,
+)
+def test_widths_that_are_no_multiple_of_a_step(dialect, spec, width):
+    weight = packed(spec, 9, width)
     with running(dialect):
         values = expand(weight, mx.float32, dialect)
         mx.eval(values)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from kernel_cases import (
+    CODES,
     activation,
     all_pairs,
     as_double,
     assert_close,
     assert_product,
+    counting,
     dense,
     dialects,
+    each_of_all,
+    name_of,
     packed,
     running,
+    spec_of,
 )
-from turboquant_mlx.kernels.dialect import Kernel
 from turboquant_mlx.kernels.matmul import packed_matmul
 from turboquant_mlx.kernels.matvec import gather_matvec, joint_matvec, matvec, why_not_jointly
 from turboquant_mlx.kernels.selection import Launch
@@ -29,7 +30,6 @@ from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.quant.rotation import rotate
 from turboquant_mlx.quant.spec import QuantSpec
 
-CODES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (2, 8), (3, 8), (4, 8)]
 WIDTH = 384
 AXES = {
     "dialect": dialects(),
@@ -46,10 +46,7 @@ AXES = {
 
 
 def check(dialect, code, group, layout, tile, dtype, rows, outputs, launch=None, width=WIDTH):
-    bits, window = code
-    spec = QuantSpec(
-        bits=bits, window_bits=window, group_size=group, scale_layout=layout, tile=tile
-    )
+    spec = spec_of(code, group_size=group, scale_layout=layout, tile=tile)
     weight = packed(spec, outputs, width)
     x = activation(rows, width, dtype=dtype)
     with running(dialect):
@@ -58,9 +55,7 @@ def check(dialect, code, group, layout, tile, dtype, rows, outputs, launch=None,
     assert_product(y, x, weight)
 
 
-@pytest.mark.parametrize(
-    "case", list(all_pairs(**AXES)), ids=lambda c: "-".join(map(str, c.values()))
-)
+@pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
 def test_every_two_properties_of_a_weight_together(case):
     check(**case)
 
@@ -69,9 +64,8 @@ def test_every_two_properties_of_a_weight_together(case):
 @pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_all_properties_of_a_weight_together(dialect, code):
-    names = ["group", "layout", "tile", "dtype", "rows", "outputs", "launch"]
-    for values in itertools.product(*(AXES[name] for name in names)):
-        check(dialect, code, **dict(zip(names, values, strict=True)))
+    for case in each_of_all(AXES, "group", "layout", "dtype", "rows"):
+        check(**{**case, "dialect": dialect, "code": code})
 
 
 DEFAULT = {"code": (3, 8), "layout": "log8", "tile": 0}
@@ -100,6 +94,13 @@ def test_shapes_of_real_models(dialect, outputs, width, group):
 @pytest.mark.parametrize("width, group", [(8, 8), (24, 8), (40, 40), (72, 24)])
 def test_rows_that_end_within_a_word(dialect, width, group):
     check(dialect, (3, 3), group, "float16", 0, mx.float32, rows=2, outputs=5, width=width)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("width, group", [(16, 16), (20, 20), (36, 36), (48, 16), (640, 128)])
+def test_rows_that_end_within_a_word_of_ternary_digits(dialect, width, group):
+    for dtype in (mx.float32, mx.bfloat16):
+        check(dialect, "ternary", group, "float16", 0, dtype, rows=3, outputs=5, width=width)
 
 
 @pytest.mark.parametrize("dialect", dialects())
@@ -134,6 +135,11 @@ def test_an_activation_may_begin_anywhere_in_memory(dialect):
             y = matvec(x[3:], weight, dialect, launch=launch)
             mx.eval(y)
             assert_product(y, x[3:], weight)
+        ternary = packed(QuantSpec(code="ternary", group_size=32), 9, 64)
+        for start in (1, 3):
+            y = matvec(x[start : start + 64], ternary, dialect)
+            mx.eval(y)
+            assert_product(y, x[start : start + 64], ternary)
 
 
 @pytest.mark.parametrize("dialect", dialects())
@@ -196,8 +202,8 @@ def test_an_activation_of_another_width_is_refused():
 @pytest.mark.parametrize(
     "spec, width, reason",
     [
-        (QuantSpec(code="ternary", group_size=64), 128, "ternary"),
-        (QuantSpec(bits=3, window_bits=12, group_size=64), 128, "window of 12 bits"),
+        (QuantSpec(code="ternary", group_size=8), 128, "ternary digits in groups of 8"),
+        (QuantSpec(bits=3, window_bits=13, group_size=64), 128, "window of 13 bits"),
         (QuantSpec(bits=3, group_size=4), 12, "width of 12"),
         (QuantSpec(bits=3, window_bits=8, group_size=16), 48, "end within a word"),
         (QuantSpec(bits=8, window_bits=8, tile=4, group_size=16), 64, "tiles of 4"),
@@ -221,8 +227,9 @@ def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
     [
         QuantSpec(bits=3, window_bits=8, group_size=128, scale_layout="log8"),
         QuantSpec(bits=2, group_size=32),
+        QuantSpec(code="ternary", group_size=64),
     ],
-    ids=["trellis3", "scalar2"],
+    ids=["trellis3", "scalar2", "ternary"],
 )
 def test_matrices_that_read_one_input_are_multiplied_together(dialect, outputs, rows, dtype, spec):
     weights = [packed(spec, n, 384, seed=i) for i, n in enumerate(outputs)]
@@ -275,17 +282,3 @@ def test_layers_of_a_group_are_multiplied_together(dialect, kinds):
     joint = ["turboquant_rotate", "turboquant_joint_matvec3"]
     apart = ["turboquant_rotate", *["turboquant_matvec"] * 3]
     assert launches == 2 * (joint if kinds == "alike" else apart)
-
-
-@contextlib.contextmanager
-def counting(launches: list[str]):
-    """Note the names of kernels as they are launched."""
-    launch = Kernel.launch
-
-    def noted(self, *args, **kwargs):
-        launches.append(self.name)
-        return launch(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "launch", noted)
-        yield

@@ -7,7 +7,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from kernel_cases import activation, as_double, assert_close, dialects, running
+from kernel_cases import (
+    activation,
+    all_pairs,
+    as_double,
+    assert_close,
+    dialects,
+    each_of_all,
+    name_of,
+    running,
+)
 from turboquant_mlx.kernels.rotate import rotate_few, rotated_input, why_no_rotation
 from turboquant_mlx.kernels.selection import ROTATE_ROWS
 from turboquant_mlx.layers.rotation_group import RotationGroup
@@ -34,6 +43,35 @@ def test_every_length_of_block(dialect, block):
     assert_close(y, expected(x, block, multiplier), mx.float32)
 
 
+AXES = {
+    "dialect": dialects(),
+    "block": [2, 8, 12, 32, 48, 64, 96, 192, 256, 384, 512, 768, 1024],
+    "blocks": [1, 3],
+    "rows": [1, 2, 5],
+    "dtype": [mx.float16, mx.bfloat16, mx.float32],
+}
+
+
+def check(dialect, block, blocks, rows, dtype):
+    width = block * blocks
+    x, multiplier = activation(rows, width, dtype=dtype), multipliers(width)
+    with running(dialect):
+        y = rotate_few(x, block, multiplier, dialect)
+        mx.eval(y)
+    assert_close(y, expected(x, block, multiplier), dtype)
+
+
+@pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
+def test_every_two_properties_of_a_rotation_together(case):
+    check(**case)
+
+
+@pytest.mark.heavy
+def test_all_properties_of_a_rotation_together():
+    for case in each_of_all(AXES, *AXES):
+        check(**case)
+
+
 def group_of(width: int, block: int) -> RotationGroup:
     group = RotationGroup(width, block)
     leader = nn.Module()
@@ -56,7 +94,8 @@ def test_a_group_rotates_its_input_once(dialect, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    "rows, block, gradients", [(ROTATE_ROWS + 1, 64, False), (1, 1, False), (1, 64, True)]
+    "rows, block, gradients",
+    [(ROTATE_ROWS[dialects()[0]] + 1, 64, False), (1, 1, False), (1, 64, True)],
 )
 def test_the_rest_is_left_to_mlx(rows, block, gradients, monkeypatch):
     x, group = activation(rows, 64), group_of(64, block)

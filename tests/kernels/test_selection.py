@@ -10,11 +10,16 @@ DIALECTS = ["metal", "cuda"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("codec", ["scalar", "trellis", "ternary"])
 @pytest.mark.parametrize("rows", range(1, 9))
-@pytest.mark.parametrize("outputs", [1, 3, 64, 1024, 4096, 128256])
-@pytest.mark.parametrize("width", [32, 576, 4096, 14336])
-def test_a_launch_fits_any_kernel(dialect, rows, outputs, width):
-    launch = matvec_launch(dialect, outputs, width, rows, 16)
+def test_a_launch_fits_any_kernel(dialect, codec, rows):
+    for outputs in (1, 3, 64, 1024, 4096, 14336, 128256):
+        for width in (32, 576, 4096, 14336):
+            check_launch(dialect, codec, rows, outputs, width)
+
+
+def check_launch(dialect, codec, rows, outputs, width):
+    launch = matvec_launch(dialect, codec, outputs, width, rows, 16)
     for number in (launch.outputs, launch.split):
         assert number & (number - 1) == 0, "a power of two"
     assert launch.warps % launch.split == 0
@@ -23,23 +28,24 @@ def test_a_launch_fits_any_kernel(dialect, rows, outputs, width):
 
 
 def test_many_outputs_need_not_be_shared_and_few_are():
-    large, small = (matvec_launch("cuda", n, 4096, 1, 16) for n in (128256, 512))
+    large, small = (matvec_launch("cuda", "trellis", n, 4096, 1, 16) for n in (128256, 512))
     assert large.split == 1
     assert small.split > 1
     assert small.outputs < large.outputs
 
 
 def test_experts_together_fill_a_gpu():
-    alone, eight = (matvec_launch("cuda", 768, 2048, 1, 16, n) for n in (1, 8))
+    alone, eight = (matvec_launch("cuda", "scalar", 768, 2048, 1, 16, n) for n in (1, 8))
     assert (eight.outputs, eight.split) != (alone.outputs, alone.split)
     assert eight.outputs >= alone.outputs
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("entries", [2, 16, 64, 256])
+@pytest.mark.parametrize("entries", [2, 16, 64, 256, 4096])
 def test_tables_fit_their_memory(dialect, entries):
-    for paired in (False, True):
-        size = entries * (8 if paired else 4)
-        copies = table_copies(dialect, size, paired)
+    for most in (8, 16, 32):
+        size = entries * 4
+        copies = table_copies(dialect, size, most)
         assert copies & (copies - 1) == 0
+        assert copies <= most
         assert copies * size <= max(TABLE_BYTES[dialect], size) <= 32768

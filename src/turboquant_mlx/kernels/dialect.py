@@ -227,17 +227,20 @@ class Kernel:
         inputs: names of the inputs as the body uses them.
         outputs: names of the outputs.
         body: what the function does, see the module's description.
+        metal, cuda: what this kernel alone needs before its function, in each dialect.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    metal: str = ""
+    cuda: str = ""
     _built: dict[str, Call] = field(default_factory=dict, repr=False, compare=False)
 
     def header(self, dialect: Dialect) -> str:
         """What comes before the function."""
-        return _PRELUDES[dialect]
+        return _PRELUDES[dialect] + (self.metal if dialect == "metal" else self.cuda)
 
     def source(self, dialect: Dialect) -> str:
         """What comes between the function's braces."""

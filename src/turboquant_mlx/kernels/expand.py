@@ -1,6 +1,7 @@
 """Packed rows to a dense matrix in the stored domain, for products with many activations.
 
-``y[o, i] = scale[o, i / g] * table[window(o, i)]``, rounded once to the result's dtype.
+``y[o, i] = scale[o, i / g] * table[window(o, i)]``, rounded once to the result's dtype. There is a
+kernel for bit streams and one for ternary digits.
 
 Thread map: a warp takes R rows one after the other, and its lanes consecutive units of a row (see
 ``unpack``), so that it writes consecutive memory. Bytes moved: codes and scales once, and the
@@ -15,19 +16,23 @@ import mlx.core as mx
 
 from ..quant.packed import PackedWeight
 from ..quant.spec import QuantSpec
-from . import unpack
+from . import ternary, unpack
 from .dialect import Dialect, Kernel
 from .selection import table_copies
 
-_BODY = (
-    unpack.CONSTANTS
-    + """
+_SIZES = """
   const uint outputs = uint(codes_shape[0]);
   const int words = codes_shape[1];
   const uint groups = uint(scales_shape[1]);
+#define TQ_LEVEL(i) table[i]
+"""
+
+_BODY = (
+    unpack.CONSTANTS
+    + _SIZES
+    + """
   const uint width = groups * uint(GROUP);
   const uint units = width / uint(UNIT);
-#define TQ_LEVEL(i) table[i]
 """
     + unpack.FILL_TABLE
     + """
@@ -56,7 +61,16 @@ _BODY = (
 """
 )
 
-EXPAND = Kernel("turboquant_expand", ("codes", "scales", "table"), ("y",), _BODY)
+_INPUTS = ("codes", "scales", "table")
+EXPAND = Kernel("turboquant_expand", _INPUTS, ("y",), _BODY)
+EXPAND_TERNARY = Kernel(
+    "turboquant_expand_ternary",
+    _INPUTS,
+    ("y",),
+    _SIZES + ternary.EXPAND,
+    metal=ternary.METAL,
+    cuda=ternary.CUDA,
+)
 WARPS = 8
 ROWS_OF_WARP = 4
 """Enough for filling the table to cost little beside them."""
@@ -74,7 +88,7 @@ def template(spec: QuantSpec, width: int, dtype: mx.Dtype, dialect: Dialect) -> 
         ("GROUP", spec.group_size),
         ("LOG8", spec.scale_layout == "log8"),
         ("UNIT", unit.weights),
-        ("COPIES", table_copies(dialect, unit.entry_bytes, unit.paired)),
+        ("COPIES", table_copies(dialect, unit.table_bytes, unit.most_copies)),
         ("R", ROWS_OF_WARP),
         ("WARPS", WARPS),
     ]
@@ -93,7 +107,8 @@ def expand(weight: PackedWeight, dtype: mx.Dtype, dialect: Dialect) -> mx.array:
         [O, I], lazy.
     """
     outputs, width = weight.shape
-    (y,) = EXPAND.launch(
+    kernel = EXPAND_TERNARY if weight.spec.code == "ternary" else EXPAND
+    (y,) = kernel.launch(
         dialect,
         [weight.codes, weight.scales, weight.table],
         template=template(weight.spec, width, dtype, dialect),

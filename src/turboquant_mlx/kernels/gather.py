@@ -1,14 +1,15 @@
 """Products with packed experts on a GPU, and the reference in plain MLX.
 
 Few rows: a kernel multiplies each by the packed words of its own expert, and no other expert is
-read. Many rows: the stack is decoded in bounded blocks of experts and handed to ``mx.gather_mm``;
-rows whose expert lies outside a block are computed and masked away.
+read; one launch does so for the gate and up projections, which read the same rows. Many rows: the
+stack is decoded in bounded blocks of experts and handed to ``mx.gather_mm``; rows whose expert lies
+outside a block are computed and masked away.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +18,7 @@ from ..quant.weight import PackedWeight, dequantize_rows
 from .dialect import Dialect
 from .expand import expand
 from .matmul import BLOCK_BYTES, has_sketch, kernel_dialect, sketch_input, sketch_of
-from .matvec import gather_matvec
+from .matvec import gather_matvec, joint_gather
 from .selection import GATHER_ENTRIES
 
 EXPERT_BLOCK_BYTES = 8 * BLOCK_BYTES
@@ -52,6 +53,31 @@ def gather_matmul(
     if gradients:
         return _differentiable(weight, indices, sorted_indices, use_qjl, dialect)(x)
     return _kernel_gather(x, weight, indices, sorted_indices, use_qjl, dialect)
+
+
+def are_few(x: mx.array, indices: mx.array) -> bool:
+    """Whether there are so few pairs of rows and experts that packed words are multiplied."""
+    if x.size == 0 or x.shape[-2] != 1:
+        return False
+    return math.prod(np.broadcast_shapes(x.shape[:-2], indices.shape)) <= GATHER_ENTRIES
+
+
+def joint_gather_matmul(
+    x: mx.array, weights: Sequence[PackedWeight], indices: mx.array, dialect: Dialect
+) -> list[mx.array]:
+    """``gather_matmul`` for two stacks that read the same rows, in one launch; no QJL.
+
+    Args:
+        x, indices: as there, such that ``are_few``.
+        weights: packed (E, O_i, I) that ``matvec.why_not_jointly`` has nothing against.
+        dialect: of the kernel.
+
+    Returns:
+        [broadcast..., 1, O_i] of each in the dtype of ``x``, lazy.
+    """
+    flat, chosen, lead = _entries(x, indices)
+    products = joint_gather(flat, weights, chosen, dialect)
+    return [y.reshape(*lead, 1, y.shape[-1]) for y in products]
 
 
 def portable_gather(
@@ -116,24 +142,10 @@ def _kernel_gather(
     use_qjl: bool,
     dialect: Dialect,
 ) -> mx.array:
-    rows, width = weight.shape[-2:]
-    lead = np.broadcast_shapes(x.shape[:-2], indices.shape)
-    entries = math.prod(lead)
     with_sketch = has_sketch(weight, use_qjl)
-    if x.shape[-2] != 1 or entries > GATHER_ENTRIES:
-
-        def decode(part: PackedWeight, dtype: mx.Dtype) -> mx.array:
-            if with_sketch:
-                return _decode(part, True, dtype)
-            return expand(part.flat(), dtype, dialect).reshape(part.shape)
-
-        return _in_blocks(x, weight, indices, sorted_indices, decode)
-    if indices.shape != lead:
-        indices = mx.broadcast_to(indices, lead)
-    # mlx-lm's decode: the k experts of a token share its activation
-    if x.shape[:-2] not in (lead, (*lead[:-1], 1)):
-        x = mx.broadcast_to(x, (*lead, 1, width))
-    flat, chosen = x.reshape(-1, width), indices.reshape(-1)
+    if not are_few(x, indices):
+        return decoded_gather(x, weight, indices, sorted_indices, with_sketch, dialect)
+    flat, chosen, lead = _entries(x, indices)
     if with_sketch:
         y = gather_matvec(flat, weight, chosen, dialect, dtype=mx.float32)
         y = y + gather_matvec(
@@ -142,7 +154,36 @@ def _kernel_gather(
         y = y.astype(x.dtype)
     else:
         y = gather_matvec(flat, weight, chosen, dialect)
-    return y.reshape(*lead, 1, rows)
+    return y.reshape(*lead, 1, y.shape[-1])
+
+
+def decoded_gather(
+    x: mx.array,
+    weight: PackedWeight,
+    indices: mx.array,
+    sorted_indices: bool,
+    with_sketch: bool,
+    dialect: Dialect,
+) -> mx.array:
+    """``gather_matmul`` for many rows: blocks of experts are decoded by a kernel."""
+
+    def decode(part: PackedWeight, dtype: mx.Dtype) -> mx.array:
+        if with_sketch:
+            return _decode(part, True, dtype)
+        return expand(part.flat(), dtype, dialect).reshape(part.shape)
+
+    return _in_blocks(x, weight, indices, sorted_indices, decode)
+
+
+def _entries(x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, tuple[int, ...]]:
+    """Rows [n, I] and experts [entries] as ``gather_matvec`` pairs them, and the leading shape."""
+    lead = np.broadcast_shapes(x.shape[:-2], indices.shape)
+    if indices.shape != lead:
+        indices = mx.broadcast_to(indices, lead)
+    # mlx-lm's decode: the k experts of a token share its activation
+    if x.shape[:-2] not in (lead, (*lead[:-1], 1)):
+        x = mx.broadcast_to(x, (*lead, *x.shape[-2:]))
+    return x.reshape(-1, x.shape[-1]), indices.reshape(-1), lead
 
 
 def _differentiable(weight, indices, sorted_indices, use_qjl, dialect):

@@ -13,9 +13,10 @@ into instructions, not into memory, so what counts is how few a weight takes: ab
 trellis code (half a shift, the byte's offset, a look-up, a multiply-add), about three for a scalar
 code that is looked up in pairs.
 
-Three kernels have this body: one for a matrix; one for experts, where each threadgroup row
-``tq_by`` multiplies one activation by one matrix of a stack; and one for the two or three matrices
-that read the same input (q, k and v; gate and up), each with threadgroups of its own.
+Four kinds of kernels have this body: for a matrix; for experts, where each threadgroup row
+``tq_by`` multiplies one activation by one matrix of a stack; for the two or three matrices that
+read the same input (q, k and v; gate and up), each with threadgroups of its own; and for two stacks
+of experts that do (gate and up). Ternary digits have another body, see ``ternary``.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import mlx.core as mx
 
 from ..quant.packed import PackedWeight
 from ..quant.spec import QuantSpec
-from . import unpack
+from . import ternary, unpack
 from .dialect import Dialect, Kernel
-from .matvec_bodies import MULTIPLY, TENSOR
-from .selection import Launch, matvec_launch, table_copies
+from .matvec_bodies import MULTIPLY, TENSOR, TERNARY
+from .selection import Launch, codec_of, matvec_launch, table_copies
 
 _DENSE = """
   // constant subscripts: CUDA passes shapes by value, and any others cost a chain of selections
@@ -53,14 +55,15 @@ _EXPERT = """
 """
 
 
-def _joint(count: int) -> str:
-    """Several matrices of one width, each with threadgroups of its own."""
+def _joint(count: int, experts: bool = False) -> str:
+    """Several matrices, or stacks, of one width, each with threadgroups of its own."""
+    rows = 1 if experts else 0  # the axis of outputs
     lines = [
         "  constexpr uint EACH = uint(WARPS / SPLIT * R);",
         "  uint block = tq_bx, which = 0u;",
-        "  uint outputs = uint(codes0_shape[0]);",
-        "  const int words = codes0_shape[1];",
-        "  const uint groups = uint(scales0_shape[1]);",
+        f"  uint outputs = uint(codes0_shape[{rows}]);",
+        f"  const int words = codes0_shape[{rows + 1}];",
+        f"  const uint groups = uint(scales0_shape[{rows + 1}]);",
         "  TQ_IN(uint) codes = codes0;",
         "  TQ_IN(S) scales = scales0;",
         "  TQ_OUT(T) y = y0;",
@@ -70,7 +73,7 @@ def _joint(count: int) -> str:
             f"  if (which == {i - 1}u && block >= (outputs + EACH - 1u) / EACH) {{",
             "    block -= (outputs + EACH - 1u) / EACH;",
             f"    which = {i}u;",
-            f"    outputs = uint(codes{i}_shape[0]);",
+            f"    outputs = uint(codes{i}_shape[{rows}]);",
             f"    codes = codes{i};",
             f"    scales = scales{i};",
             f"    y = y{i};",
@@ -79,24 +82,63 @@ def _joint(count: int) -> str:
     level = f"table{count - 1}[i]"
     for i in reversed(range(count - 1)):
         level = f"(which == {i}u ? table{i}[i] : {level})"
+    if experts:
+        lines += [
+            "  const uint matrix = uint(experts[tq_by]) * outputs;",
+            "  const uint first_row = tq_by / (uint(experts_shape[0]) / uint(x_shape[0]));",
+            "  const uint out_row = tq_by;",
+        ]
+    else:
+        lines += ["  const uint matrix = 0u, first_row = 0u, out_row = 0u;"]
     lines += [
-        "  const uint matrix = 0u, first_row = 0u, out_row = 0u;",
         f"#define TQ_LEVEL(i) {level}",
         "",
     ]
     return "\n".join(lines)
 
 
-def _kernels(
-    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str
-) -> tuple[Kernel, Kernel]:
-    """By multiply-adds, and by matrix units (CUDA only)."""
-    bodies = {name: MULTIPLY, f"{name}_tensor": TENSOR}
-    one, two = (
-        Kernel(n, inputs, outputs, body.replace("  TQ_FIND_SIZES\n", sizes))
-        for n, body in bodies.items()
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one kind.
+
+    Attributes:
+        multiply: by multiply-adds.
+        tensor: by matrix units (CUDA only).
+        ternary: of ternary digits.
+    """
+
+    multiply: Kernel
+    tensor: Kernel
+    ternary: Kernel
+
+
+Body = Literal["multiply", "tensor", "ternary"]
+
+
+def _kernels(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str) -> Kernels:
+    def with_sizes(body: str) -> str:
+        return body.replace("  TQ_FIND_SIZES\n", sizes)
+
+    return Kernels(
+        Kernel(name, inputs, outputs, with_sizes(MULTIPLY)),
+        Kernel(f"{name}_tensor", inputs, outputs, with_sizes(TENSOR)),
+        Kernel(
+            f"{name}_ternary",
+            inputs,
+            outputs,
+            with_sizes(TERNARY),
+            metal=ternary.METAL,
+            cuda=ternary.CUDA,
+        ),
     )
-    return one, two
+
+
+def _inputs_of(count: int) -> tuple[str, ...]:
+    return "x", *(f"{name}{i}" for i in range(count) for name in ("codes", "scales", "table"))
+
+
+def _outputs_of(count: int) -> tuple[str, ...]:
+    return tuple(f"y{i}" for i in range(count))
 
 
 MATVEC = _kernels("turboquant_matvec", ("x", "codes", "scales", "table"), ("y",), _DENSE)
@@ -105,14 +147,17 @@ GATHER_MATVEC = _kernels(
 )
 JOINT_MATVEC = {
     count: _kernels(
-        f"turboquant_joint_matvec{count}",
-        ("x", *(f"{name}{i}" for i in range(count) for name in ("codes", "scales", "table"))),
-        tuple(f"y{i}" for i in range(count)),
-        _joint(count),
+        f"turboquant_joint_matvec{count}", _inputs_of(count), _outputs_of(count), _joint(count)
     )
     for count in (2, 3)
 }
 """By the number of matrices."""
+JOINT_GATHER = _kernels(
+    "turboquant_joint_gather2",
+    (*_inputs_of(2), "experts"),
+    _outputs_of(2),
+    _joint(2, experts=True),
+)
 
 
 def check_width(x: mx.array, width: int) -> None:
@@ -126,14 +171,15 @@ TENSOR_DTYPES = (mx.float16, mx.bfloat16)
 
 def _suits_tensor(spec: QuantSpec, width: int, unit: int) -> bool:
     """Whether the matrix units can take these weights: four lanes must share a scale."""
-    return spec.bits <= 4 and spec.group_size % (4 * unit) == 0 and width % (4 * unit) == 0
+    known = spec.bits <= 4 and spec.window_bits in (spec.bits, 8)
+    return known and spec.group_size % (4 * unit) == 0 and width % (4 * unit) == 0
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a launch needs besides arrays and shapes; made once, for a call must be quick."""
 
-    tensor: bool
+    body: Body
     template: list
     groups: int
     threads: int
@@ -162,20 +208,25 @@ def plan(
         entries: how many products of this kind there are in the launch.
     """
     unit = unpack.unit_of(spec, width)
-    size = unit.weights
-    if rows > 4:
-        size = 8  # their activations must fit into registers
-    tensor = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES and _suits_tensor(spec, width, size)
-    span = 1
-    if rows == 1 and spec.group_size % (32 * size) == 0:
-        span = spec.group_size // (32 * size)
+    size, span = unit.weights, 1
+    body: Body = "multiply"
+    if spec.code == "ternary":
+        body = "ternary"
+    else:
+        if rows > 4:
+            size = 8  # their activations must fit into registers
+        if rows == 1 and spec.group_size % (32 * size) == 0:
+            span = spec.group_size // (32 * size)
     if launch is None:
-        launch = matvec_launch(dialect, sum(outputs), width, rows, size * span, entries)
-    if launch.outputs < 2:
-        tensor = False
-    copies = table_copies(dialect, unit.entry_bytes, unit.paired)
-    if tensor:
-        copies = table_copies(dialect, unit.entry_bytes // (2 if unit.paired else 1), False)
+        codec, total = codec_of(spec), sum(outputs)
+        launch = matvec_launch(dialect, codec, total, width, rows, size * span, entries)
+    copies = table_copies(dialect, unit.table_bytes, unit.most_copies)
+    tensor = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES and launch.outputs > 1
+    if body == "multiply" and tensor and _suits_tensor(spec, width, size):
+        body = "tensor"
+        # entries are words: one level or two of 16 bits
+        paired = not spec.is_trellis
+        copies = table_copies(dialect, unit.table_bytes // (2 if paired else 1), 32)
     log8 = spec.scale_layout == "log8"
     template = [
         ("T", dtype),
@@ -194,7 +245,7 @@ def plan(
         ("WARPS", launch.warps),
     ]
     each = launch.outputs * launch.warps // launch.split
-    return Plan(tensor, template, sum(-(-n // each) for n in outputs), 32 * launch.warps)
+    return Plan(body, template, sum(-(-n // each) for n in outputs), 32 * launch.warps)
 
 
 def matvec(
@@ -221,7 +272,7 @@ def matvec(
     check_width(x, width)
     dtype = dtype or x.dtype
     made = plan(weight.spec, (outputs,), width, x.size // width, x.dtype, dtype, dialect, launch)
-    (y,) = MATVEC[made.tensor].launch(
+    (y,) = getattr(MATVEC, made.body).launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table],
         template=made.template,
@@ -234,12 +285,17 @@ def matvec(
 
 
 def why_not_jointly(weights: Sequence[PackedWeight]) -> str:
-    """What keeps these weights, which read one input, from one launch; "" if nothing does."""
+    """What keeps these weights, which read one input, from one launch; "" if nothing does.
+
+    The weights are matrices, or stacks of as many experts.
+    """
     first = weights[0]
-    if len(weights) not in JOINT_MATVEC:
+    stacks = len(first.shape) == 3
+    if len(weights) not in ((2,) if stacks else JOINT_MATVEC):
         return f"{len(weights)} weights"
     for weight in weights:
-        if weight.spec != first.spec or weight.shape[1:] != first.shape[1:]:
+        alike = weight.shape[-1] == first.shape[-1] and weight.shape[:-2] == first.shape[:-2]
+        if weight.spec != first.spec or not alike:
             return "weights of different kinds"
         if min(weight.codes.size, weight.scales.size) < 8:
             return "a weight too small to be pointed to"
@@ -268,7 +324,7 @@ def joint_matvec(
     for weight in weights:
         inputs += (weight.codes, weight.scales, weight.table)
     lead = x.shape[:-1]
-    return JOINT_MATVEC[len(weights)][made.tensor].launch(
+    return getattr(JOINT_MATVEC[len(weights)], made.body).launch(
         dialect,
         inputs,
         template=made.template,
@@ -309,7 +365,7 @@ def gather_matvec(
     entries = experts.size
     dtype = dtype or x.dtype
     made = plan(weight.spec, (outputs,), width, 1, x.dtype, dtype, dialect, launch, entries)
-    (y,) = GATHER_MATVEC[made.tensor].launch(
+    (y,) = getattr(GATHER_MATVEC, made.body).launch(
         dialect,
         [x, weight.codes, weight.scales, weight.table, experts],
         template=made.template,
@@ -319,3 +375,43 @@ def gather_matvec(
         dtypes=[dtype],
     )
     return y
+
+
+def joint_gather(
+    x: mx.array,
+    weights: Sequence[PackedWeight],
+    experts: mx.array,
+    dialect: Dialect,
+    *,
+    launch: Launch | None = None,
+) -> list[mx.array]:
+    """``gather_matvec`` for two stacks that read the same input, in one launch; no QJL.
+
+    Args:
+        x: [n, I] as there.
+        weights: packed (E, O_i, I) that ``why_not_jointly`` has nothing against.
+        experts: integers below E, [entries].
+        dialect: of the kernel.
+        launch: how to spread it, default ``selection.matvec_launch``.
+
+    Returns:
+        [entries, O_i] of each in the dtype of ``x``, lazy.
+    """
+    width = weights[0].shape[-1]
+    check_width(x, width)
+    entries = experts.size
+    outputs = tuple(weight.shape[1] for weight in weights)
+    spec = weights[0].spec
+    made = plan(spec, outputs, width, 1, x.dtype, x.dtype, dialect, launch, entries)
+    inputs = [x]
+    for weight in weights:
+        inputs += (weight.codes, weight.scales, weight.table)
+    return getattr(JOINT_GATHER, made.body).launch(
+        dialect,
+        [*inputs, experts],
+        template=made.template,
+        groups=(made.groups, entries),
+        threads=made.threads,
+        shapes=[(entries, n) for n in outputs],
+        dtypes=[x.dtype] * len(outputs),
+    )

@@ -12,23 +12,22 @@ are two ways to multiply:
   is low, for the matrix units would idle otherwise, and it takes an eighth of the instructions. The
   levels, divided by a power of two, and the activations are in the dtype of the activation, sums in
   float32.
+
+TERNARY takes words of ternary digits instead (``ternary.MULTIPLY``).
 """
 
 from __future__ import annotations
 
-from . import unpack
+from . import ternary, unpack
 
-_SIZES = (
-    unpack.CONSTANTS
-    + """
+_COUNTS = """
   constexpr int M = ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
   constexpr int SUMS = M * R;
   constexpr int PARTIALS = SPLIT > 1 ? WARPS * SUMS : 1;
   TQ_FIND_SIZES
   const uint width = groups * uint(GROUP);
-  const uint units = width / uint(UNIT);
 """
-)
+_SIZES = unpack.CONSTANTS + _COUNTS + "  const uint units = width / uint(UNIT);\n"
 
 _STEP = (
     """
@@ -309,3 +308,5 @@ TENSOR = (
     + _TENSOR
     + _FINISH
 )
+
+TERNARY = _COUNTS + ternary.MULTIPLY + _FINISH

@@ -123,7 +123,7 @@ def rotated_input(group: Group, x: mx.array, *, gradients: bool = False) -> mx.a
         [..., I] in the dtype of ``x``; computed in float32.
     """
     dialect = kernels_of_backend(x.dtype)
-    few = 0 < x.size <= ROTATE_ROWS * x.shape[-1]
+    few = dialect is not None and 0 < x.size <= ROTATE_ROWS[dialect] * x.shape[-1]
     if dialect is None or gradients or not few or why_no_rotation(group.block):
         return group.read(x, rotated=True, dtype=x.dtype)
     return group.once(

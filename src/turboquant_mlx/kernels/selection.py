@@ -1,32 +1,39 @@
 """How kernels are launched: one table of every number that was chosen by measuring.
 
-``unmeasured default`` says that a number is a reasoned guess.
+Each number says what it was measured on; ``unmeasured`` says that it is a reasoned guess.
+``scripts/bench_kernels.py --sweep`` measures them on the machine that it runs on and prints the
+lines of ``MATVEC_LAUNCHES`` that it would write.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from ..quant.spec import QuantSpec
 from .dialect import Dialect
 
 MATVEC_ROWS = 8
 """Rows of activations up to which a packed weight is multiplied directly; for more it is decoded
-first. Unmeasured default."""
+first. Unmeasured."""
 
-ROTATE_ROWS = 64
+ROTATE_ROWS: dict[Dialect, int] = {"metal": 64, "cuda": 64}
 """Rows of activations up to which one launch rotates them; MLX's own transform takes more.
-Unmeasured default."""
+Unmeasured."""
 
 GATHER_ENTRIES = 64
-"""(row, expert) pairs up to which experts are multiplied directly. Unmeasured default."""
+"""(row, expert) pairs up to which experts are multiplied directly. Unmeasured."""
 
 DECODED_BYTES = 128 * 2**20
-"""Bytes of decoded weight at a time where more rows are multiplied. Unmeasured default."""
+"""Bytes of decoded weight at a time where more rows are multiplied. Unmeasured."""
 
 TABLE_BYTES: dict[Dialect, int] = {"metal": 8 * 2**10, "cuda": 32 * 2**10}
-"""Shared memory for the copies of a table. On CUDA as many copies as lanes, or half as many of
-pairs, keep lanes out of each other's memory banks; Apple GPUs share 32 KiB between the
-threadgroups of a core, so less is taken there. Unmeasured defaults."""
+"""Shared memory for the copies of a table. On CUDA as many copies as lanes, or fewer of wider
+entries, keep lanes out of each other's memory banks; Apple GPUs share 32 KiB between the
+threadgroups of a core, so less is taken there. Unmeasured."""
+
+Codec = Literal["scalar", "trellis", "ternary"]
+SizeClass = Literal["small", "middle", "wide", "large", "huge"]
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,94 @@ class Launch:
     warps: int
 
 
-_WARPS: dict[Dialect, int] = {"metal": 1024, "cuda": 2048}
-"""Warps that keep a large GPU busy. Unmeasured defaults."""
+MATVEC_LAUNCHES: dict[Dialect, dict[tuple[Codec, SizeClass], dict[int, Launch]]] = {
+    # NVIDIA H200, MLX 0.32.4 for CUDA 13, float16, 3 bits. The numbers are rows of activations up
+    # to which a launch counts; what is not here goes by ``launch_by_rule``.
+    "cuda": {
+        ("trellis", "large"): {1: Launch(8, 1, 4)},  # 37.9 us, by rule 43 (14336 x 4096)
+        ("scalar", "large"): {1: Launch(8, 1, 8)},  # 25.5 us, by rule 34.8 (14336 x 4096)
+        # by rule 1.65 (trellis) and 2.65 (scalar) times as fast as MLX's affine 4 bits, others are
+        # unmeasured (128256 x 4096)
+        ("trellis", "huge"): {1: Launch(8, 1, 8)},
+        ("scalar", "huge"): {1: Launch(8, 1, 8)},
+    },
+    # Nothing has been measured on Apple silicon.
+    "metal": {},
+}
+
+
+def size_class(outputs: int, width: int) -> SizeClass:
+    """The class of a launch over ``outputs`` rows of weights, of all its matrices together.
+
+    What is measured for each: 1536 x 576, 4096 x 4096, 4096 x 14336, 14336 x 4096, 128256 x 4096.
+    """
+    if outputs > 2**16:
+        return "huge"
+    if outputs > 2**13:
+        return "large"
+    if outputs < 2**11:
+        return "small"
+    return "wide" if width > 2**13 else "middle"
+
+
+def codec_of(spec: QuantSpec) -> Codec:
+    """What a weight's decoding costs."""
+    if spec.code == "ternary":
+        return "ternary"
+    return "trellis" if spec.is_trellis else "scalar"
 
 
 def matvec_launch(
-    dialect: Dialect, outputs: int, width: int, rows: int, unit: int, copies: int = 1
+    dialect: Dialect,
+    codec: Codec,
+    outputs: int,
+    width: int,
+    rows: int,
+    unit: int,
+    copies: int = 1,
 ) -> Launch:
     """The launch for ``rows`` (1 to 8) activations and ``copies`` weights [outputs, width].
 
     ``unit`` is the number of weights that a lane takes before its warp may stop.
     """
+    lines = MATVEC_LAUNCHES[dialect].get((codec, size_class(outputs * copies, width)), {})
+    for up_to, launch in sorted(lines.items()):
+        if rows <= up_to:
+            return _fitted(launch, outputs, width, rows, unit)
+    return launch_by_rule(dialect, outputs, width, rows, unit, copies)
+
+
+def _fitted(launch: Launch, outputs: int, width: int, rows: int, unit: int) -> Launch:
+    """A launch of the table, for a weight that is not the one which was measured."""
+    each = min(launch.outputs, most_outputs(rows))
+    split = min(launch.split, most_split(width, unit))
+    return Launch(1 if outputs < 2 * each else each, split, launch.warps)
+
+
+def most_outputs(rows: int) -> int:
+    """Outputs of a warp whose sums registers hold. Unmeasured."""
+    return 8 if rows <= 2 else 4
+
+
+def most_split(width: int, unit: int) -> int:
+    """Warps that can share outputs without one of them idle."""
     steps = -(-width // (32 * unit))
-    most = 1  # warps that can share outputs
+    most = 1
     while most < 8 and 2 * most <= steps:
         most *= 2
-    each = 8 if rows <= 2 else 4  # unmeasured default: what registers hold
+    return most
+
+
+_WARPS: dict[Dialect, int] = {"metal": 1024, "cuda": 2048}
+"""Warps that keep a large GPU busy. Unmeasured."""
+
+
+def launch_by_rule(
+    dialect: Dialect, outputs: int, width: int, rows: int, unit: int, copies: int = 1
+) -> Launch:
+    """The launch where the table has none: enough warps first, many outputs of a warp second."""
+    most = most_split(width, unit)
+    each = most_outputs(rows)
     while each > 2 and outputs * copies * most < _WARPS[dialect] // 2 * each:
         each //= 2
     if outputs < 2 * each:
@@ -70,9 +149,9 @@ def matvec_launch(
     return Launch(outputs=each, split=split, warps=8)
 
 
-def table_copies(dialect: Dialect, entry_bytes: int, paired: bool) -> int:
-    """Copies of a table whose one copy has so many bytes."""
+def table_copies(dialect: Dialect, table_bytes: int, most: int) -> int:
+    """Copies, at most ``most``, of a table of which one has so many bytes."""
     copies = 1
-    while copies < (16 if paired else 32) and 2 * copies * entry_bytes <= TABLE_BYTES[dialect]:
+    while copies < most and 2 * copies * table_bytes <= TABLE_BYTES[dialect]:
         copies *= 2
     return copies

@@ -7,7 +7,10 @@ of activations are consecutive too.
 Looking up: a scalar code of up to 4 bits reads two weights at once from a table of pairs, wider
 codes and trellis codes read one. A window of eight bits (trellis) is a byte of the stream once
 this has been shifted by the window's place modulo 8, and windows that lie a multiple of eight bits
-apart share the shift: two of a 3-bit code, four of a 2-bit or 4-bit code.
+apart share the shift: two of a 3-bit code, four of a 2-bit or 4-bit code. Other windows, which the
+format permits and our converter does not write, are shifted one by one.
+
+Ternary digits have a decoding of their own, see ``ternary``.
 
 Template arguments: BITS, WINDOW, TILE (weights; 0 for the whole row), GROUP (weights to a scale),
 LOG8 (whether scales are codes), UNIT, COPIES (of the table, a power of two up to 32).
@@ -18,10 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..quant.packed import PackedWeight
-from ..quant.spec import QuantSpec
+from ..quant.spec import TRITS_PER_WORD, QuantSpec
 
 CONSTANTS = """
   constexpr bool TRELLIS = WINDOW > BITS;
+  constexpr bool BYTES = TRELLIS && WINDOW == 8;  // windows are bytes of the shifted stream
   constexpr int PER_ENTRY = !TRELLIS && BITS <= 4 ? 2 : 1;
   constexpr int ENTRIES = 1 << (TRELLIS ? WINDOW : PER_ENTRY * BITS);
   constexpr int OWN = UNIT * BITS;            // bits that belong to a unit
@@ -90,7 +94,7 @@ FLUSH = """
 DECODE = (
     FLUSH
     + """
-      if (TRELLIS) {
+      if (BYTES) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
             const uint shifted = TQ_FUNNEL(
@@ -118,7 +122,7 @@ DECODE = (
         TQ_UNROLL for (int i = 0; i < UNIT; ++i) {
           const uint key = TQ_FUNNEL(
               flush[i * BITS / 32], flush[i * BITS / 32 + 1], uint(i * BITS % 32));
-          const float value = lut[(key & ((1u << BITS) - 1u)) * uint(COPIES) + copy];
+          const float value = lut[(key & ((1u << WINDOW) - 1u)) * uint(COPIES) + copy];
           TQ_USE(i, value);
         }
       }
@@ -138,36 +142,44 @@ class Unit:
 
     Attributes:
         weights: UNIT.
-        entry_bytes: of one copy of the table in shared memory.
-        paired: whether its entries are pairs.
+        table_bytes: of one copy of the table in shared memory.
+        most_copies: of the table, with which no lane waits for another's memory bank.
     """
 
     weights: int
-    entry_bytes: int
-    paired: bool
+    table_bytes: int
+    most_copies: int
+
+
+WIDEST_WINDOW = 12
+"""Bits: its table takes 16 KiB of the 32 that threadgroups have."""
 
 
 def why_no_kernel(weight: PackedWeight) -> str:
     """What keeps the kernels from reading this weight; "" if they can."""
     spec, width = weight.spec, weight.shape[-1]
+    if weight.codes.size >= 2**31:
+        return f"{weight.codes.size} words of codes, more than 32 bits can count"
     if spec.code == "ternary":
-        return "ternary digits"
-    if spec.is_trellis and spec.window_bits != 8:
+        if spec.group_size % 4 or spec.group_size < 16:
+            return f"ternary digits in groups of {spec.group_size}"
+        return ""
+    if spec.window_bits > WIDEST_WINDOW:
         return f"a window of {spec.window_bits} bits"
     if width % 8 or spec.group_size % 8:
         return f"a width of {width} in groups of {spec.group_size}"
     if spec.is_trellis and width * spec.bits % 32:
         return f"rows of {width} weights, which end within a word"
-    if weight.codes.size >= 2**31:
-        return f"{weight.codes.size} words of codes, more than 32 bits can count"
     if spec.tile % 8:
         return f"tiles of {spec.tile} weights"
     return ""
 
 
 def unit_of(spec: QuantSpec, width: int) -> Unit:
-    """The largest unit that neither a row, a group nor a tile cuts."""
+    """The largest unit that neither a row, a group nor a tile cuts; of ternary digits, a word."""
+    if spec.code == "ternary":
+        return Unit(TRITS_PER_WORD, 3**4 * 16, 8)
     wide = width % 16 == 0 and spec.group_size % 16 == 0 and spec.tile % 16 == 0
     paired = not spec.is_trellis and spec.bits <= 4
     entries = 1 << (spec.window_bits if not paired else 2 * spec.bits)
-    return Unit(16 if wide else 8, entries * (8 if paired else 4), paired)
+    return Unit(16 if wide else 8, entries * (8 if paired else 4), 16 if paired else 32)

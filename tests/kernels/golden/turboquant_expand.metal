@@ -42,6 +42,7 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   (void)tq_tid; (void)tq_lane; (void)tq_warp; (void)tq_bx; (void)tq_by;
 
   constexpr bool TRELLIS = WINDOW > BITS;
+  constexpr bool BYTES = TRELLIS && WINDOW == 8;  // windows are bytes of the shifted stream
   constexpr int PER_ENTRY = !TRELLIS && BITS <= 4 ? 2 : 1;
   constexpr int ENTRIES = 1 << (TRELLIS ? WINDOW : PER_ENTRY * BITS);
   constexpr int OWN = UNIT * BITS;            // bits that belong to a unit
@@ -58,9 +59,10 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   const uint outputs = uint(codes_shape[0]);
   const int words = codes_shape[1];
   const uint groups = uint(scales_shape[1]);
+#define TQ_LEVEL(i) table[i]
+
   const uint width = groups * uint(GROUP);
   const uint units = width / uint(UNIT);
-#define TQ_LEVEL(i) table[i]
 
   TQ_SHARED(float, lut, ENTRIES * PER_ENTRY * COPIES);
   for (uint i = tq_tid; i < uint(ENTRIES * COPIES); i += uint(WARPS * 32)) {
@@ -116,7 +118,7 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
         }
       }
 
-      if (TRELLIS) {
+      if (BYTES) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
             const uint shifted = TQ_FUNNEL(
@@ -144,7 +146,7 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
         TQ_UNROLL for (int i = 0; i < UNIT; ++i) {
           const uint key = TQ_FUNNEL(
               flush[i * BITS / 32], flush[i * BITS / 32 + 1], uint(i * BITS % 32));
-          const float value = lut[(key & ((1u << BITS) - 1u)) * uint(COPIES) + copy];
+          const float value = lut[(key & ((1u << WINDOW) - 1u)) * uint(COPIES) + copy];
           TQ_USE(i, value);
         }
       }

@@ -43,6 +43,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   (void)tq_tid; (void)tq_lane; (void)tq_warp; (void)tq_bx; (void)tq_by;
 
   constexpr bool TRELLIS = WINDOW > BITS;
+  constexpr bool BYTES = TRELLIS && WINDOW == 8;  // windows are bytes of the shifted stream
   constexpr int PER_ENTRY = !TRELLIS && BITS <= 4 ? 2 : 1;
   constexpr int ENTRIES = 1 << (TRELLIS ? WINDOW : PER_ENTRY * BITS);
   constexpr int OWN = UNIT * BITS;            // bits that belong to a unit
@@ -148,7 +149,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
         }
       }
 
-      if (TRELLIS) {
+      if (BYTES) {
         TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
           TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
             const uint shifted = TQ_FUNNEL(
@@ -176,7 +177,7 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
         TQ_UNROLL for (int i = 0; i < UNIT; ++i) {
           const uint key = TQ_FUNNEL(
               flush[i * BITS / 32], flush[i * BITS / 32 + 1], uint(i * BITS % 32));
-          const float value = lut[(key & ((1u << BITS) - 1u)) * uint(COPIES) + copy];
+          const float value = lut[(key & ((1u << WINDOW) - 1u)) * uint(COPIES) + copy];
           TQ_USE(i, value);
         }
       }
