@@ -108,9 +108,13 @@ def constants(sides: tuple[KVSide, KVSide], signs: list, levels: list) -> mx.arr
         levels: [2**bits] for each.
     """
     scaled = [s / math.sqrt(side.block) for side, s in zip(sides, signs, strict=True)]
-    matrices = [hadamard_matrix(s.base).reshape(-1) * math.sqrt(s.base) for s in sides]
-    parts = [*scaled, *matrices, *levels]
-    return mx.array(np.concatenate([np.asarray(p, np.float32) for p in parts]))
+    parts = [*scaled, *(base_matrix(s.base) for s in sides), *levels]
+    return mx.array(np.concatenate([np.asarray(p, np.float32).reshape(-1) for p in parts]))
+
+
+def base_matrix(base: int) -> np.ndarray:
+    """float32 [base, base] of +1 and -1: what a block has beside Sylvester's matrix."""
+    return np.sign(hadamard_matrix(base)).astype(np.float32)
 
 
 @dataclass(frozen=True)

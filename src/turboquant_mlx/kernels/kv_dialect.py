@@ -6,6 +6,7 @@
 ``TQ_WARP_SYNC()``     shared memory written by lanes of a warp is seen by the others
 ``TQ_FLOAT_OF(u)``     the float of these bits
 ``TQ_BITS_OF(f)``      and back
+``TQ_MUL(a, b)``       a product that CUDA does not fuse into a sum
 ``TQ_TRANSPOSE(u)``    CUDA: an 8 by 8 matrix of 16-bit values, spread as the matrix units hold it
 ``TQ_WORDS``           CUDA: ``TQ_WORDS(to, n, from, offset, even)``: consecutive words, in as few
                        loads as ``even`` (offsets are multiples of it: 1, 2 or 4) allows
@@ -22,6 +23,7 @@ _METAL = """
 #define TQ_WARP_SYNC() simdgroup_barrier(mem_flags::mem_threadgroup)
 #define TQ_FLOAT_OF(u) as_type<float>(u)
 #define TQ_BITS_OF(f) as_type<uint>(f)
+#define TQ_MUL(a, b) ((a) * (b))
 """
 
 _CUDA = """
@@ -30,6 +32,7 @@ _CUDA = """
 #define TQ_WARP_SYNC() __syncwarp()
 #define TQ_FLOAT_OF(u) __uint_as_float(u)
 #define TQ_BITS_OF(f) __float_as_uint(f)
+#define TQ_MUL(a, b) __fmul_rn(a, b)
 #ifndef TQ_TRANSPOSE
 __device__ __forceinline__ tq_uint tq_transposed(tq_uint value) {
   tq_uint turned;

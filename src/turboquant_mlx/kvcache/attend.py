@@ -19,7 +19,7 @@ from ..kernels import dispatch, kv_attend
 from ..kernels.blas import one_thread
 from ..quant.bfloat16 import widen
 from ..quant.codebook import lloyd_max
-from .codec import Array, Parts, SideCodec, rotation_block, signs
+from .codec import Array, Parts, SideCodec, kernel_sides, signs
 from .store import PackedStore
 
 MAX_QUERIES = 8
@@ -99,19 +99,8 @@ def why_reference(queries: mx.array, store: PackedStore, mask: mx.array | str | 
 
 
 @lru_cache(maxsize=64)
-def kernel_sides(key: SideCodec, value: SideCodec) -> tuple[kv_attend.KVSide, kv_attend.KVSide]:
-    """The codecs of keys and values as kernels know them."""
-    one, two = (
-        kv_attend.KVSide(
-            c.bits, c.width, c.group, not c.rotated, rotation_block(c.width) if c.rotated else 1
-        )
-        for c in (key, value)
-    )
-    return one, two
-
-
-@lru_cache(maxsize=64)
 def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
+    """What the attention kernels need to know of the codecs."""
     codecs = (key, value)
     facts = kv_attend.constants(
         kernel_sides(key, value),
@@ -123,6 +112,7 @@ def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
 
 
 def kernel_rows(store: PackedStore) -> kv_attend.KVRows:
+    """Where the tokens of each row are, for the attention kernels."""
     return kv_attend.KVRows(store.columns, tuple(store.padding), tuple(store.raw_lengths()))
 
 

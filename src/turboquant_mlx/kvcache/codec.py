@@ -21,13 +21,14 @@ comparison and for those who ask for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..kernels import dispatch
+from ..kernels import dispatch, kv_store
+from ..kernels.kv_attend import KVSide
 from ..quant.bfloat16 import widen
 from ..quant.codebook import boundaries, lloyd_max
 from ..quant.packing import pack_codes, unpack_codes
@@ -303,7 +304,10 @@ class SideCodec:
 
 
 def encode_sides(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> list[Parts]:
-    """``SideCodec.encode`` of several sides, with one evaluation for all on a CPU."""
+    """``SideCodec.encode`` of several sides, with one evaluation for all on a CPU and one launch
+    for keys and values together on a GPU."""
+    if coded := _encode_pair(sides):
+        return coded
     readable: list[tuple[mx.array, ...]] = []
     on_cpu = dispatch.backend() == "cpu"
     if on_cpu:
@@ -325,6 +329,49 @@ def encode_sides(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> li
         else:
             out.append(codec._encode_mlx(x, shift))
     return out
+
+
+def _encode_pair(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> list[Parts] | None:
+    """``encode_sides`` of keys and values by a kernel, or None if it does not take them."""
+    if len(sides) != 2 or sides[1][2] is not None:
+        return None
+    (key, keys, shift), (value, values, _) = sides
+    dialect = dispatch.kernels_of_backend(keys.dtype)
+    if dialect is None or keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3]:
+        return None
+    pair = kernel_sides(key, value)
+    if kv_store.why_no_kernel(pair, keys):
+        return None
+    facts, cells = _store_facts(key, value)
+    return list(
+        kv_store.kv_store(keys, values, shift, dialect, sides=pair, facts=facts, cells=cells)
+    )
+
+
+@lru_cache(maxsize=64)
+def kernel_sides(key: SideCodec, value: SideCodec) -> tuple[KVSide, KVSide]:
+    """The codecs of keys and values as kernels know them."""
+    one, two = (
+        KVSide(c.bits, c.width, c.group, not c.rotated, rotation_block(c.width) if c.rotated else 1)
+        for c in (key, value)
+    )
+    return one, two
+
+
+@lru_cache(maxsize=64)
+def _store_facts(key: SideCodec, value: SideCodec) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+    codecs = (key, value)
+    grids = [_grid(c.bits) for c in codecs]
+    facts = kv_store.constants(
+        kernel_sides(key, value),
+        [signs(c.width, c.side) for c in codecs],
+        [lloyd_max(c.bits) for c in codecs],
+        (grids[0][2], grids[1][2]),
+        _CELLS,
+    )
+    cells = (mx.array(grids[0][0]), mx.array(grids[1][0]))
+    mx.eval(facts, *cells)
+    return facts, cells
 
 
 @cache
