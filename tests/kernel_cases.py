@@ -290,6 +290,11 @@ inline uint transposed(uint value, uint lane) {
   return (low & 0xffffu) | (high << 16);
 }
 #define TQ_TRANSPOSE(value) transposed(value, msl_lane())
+#define TQ_TABLE(name, pointer) const threadgroup uint* name = pointer
+#define TQ_PICK(table, word, shift, bits, copies) \\
+  table[(((word) >> (shift)) & ((1u << (bits)) - 1u)) * uint(copies)]
+#define TQ_SELECT(mask, a, b) (((a) & (mask)) | ((b) & ~(mask)))
+#define TQ_FAST_EXP2(x) exp2(x)
 """
 
 
