@@ -214,6 +214,14 @@ def test_trust_remote_code_and_cpu_expand_reach_the_loader(answer):
     assert load["cpu_expand"] == "never"
 
 
+def test_verbose_says_on_stderr_what_runs_the_model(answer):
+    said = "weights: none are packed, MLX's own operations multiply"
+    loud, quiet = answer(["a", END], *GREEDY, "--verbose"), answer(["a", END], *GREEDY)
+    assert loud.out == quiet.out
+    assert "back-end: " in loud.err and said in loud.err
+    assert "back-end" not in quiet.err
+
+
 @pytest.mark.parametrize("choice", ["always", "never"])
 def test_cpu_expand_on_a_gpu_is_refused_with_the_reason(answer, monkeypatch, choice):
     gpu = SimpleNamespace(type=mx.DeviceType.gpu)

@@ -134,6 +134,8 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
     for notice in sampling.notices + encoded.notices:
         cli.notice(notice)
     _apply_model_options(args, loaded.model)
+    if args.verbose:
+        _describe_backend(loaded.model)
     prompt_cache = _prompt_cache(loaded.model, kv_spec, args.model)
 
     import mlx.core as mx
@@ -244,6 +246,24 @@ def _check_cpu_expand(cpu_expand: str) -> None:
             f"--cpu-expand {cpu_expand} does not apply: MLX runs on the GPU here",
             hint="leave it out; the packed weights are read by the GPU as they are",
         )
+
+
+def _describe_backend(model: Any) -> None:
+    """Say what multiplies by the weights of this model here."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from ..layers.report import describe_backend
+
+    # Our layers keep the dtype of their input, which is that of the norms and embeddings.
+    floats = (mx.float32, mx.float16, mx.bfloat16)
+    dtypes = [
+        value.dtype
+        for name, value in tree_flatten(model.parameters())
+        if value.dtype in floats and name.rpartition(".")[2] == "weight"
+    ]
+    for line in describe_backend(model, dtypes[0] if dtypes else mx.float32):
+        print(line, file=sys.stderr)
 
 
 def _apply_model_options(args: argparse.Namespace, model: Any) -> None:

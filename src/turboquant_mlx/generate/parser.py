@@ -190,6 +190,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "on a GPU",
     )
     group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="Say on stderr which back-end runs the model and which of its weights kernels read "
+        "as they are stored",
+    )
+    group.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="Run Python code that comes with the model (tokenization_*.py, and the model_file "
