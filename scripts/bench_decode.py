@@ -153,7 +153,7 @@ def agreement_table(rows: list[dict]) -> list[str]:
         lines.append(f"{row['weights']:10}{row['tokens']} tokens, {len(row['differences'])} differ")
         for other in row["differences"]:
             lines.append(
-                f"    token {other['step']}: on the CPU the logits of the two are {other['gap']:.4f} "
+                f"    token {other['step']}: on the CPU the two logits are {other['gap']:.4f} "
                 f"apart, at {other['top']:.4f}"
             )
     return lines
