@@ -259,6 +259,8 @@ def test_what_does_not_fit_together_is_refused():
         TurboQuantKVCache(4, spec=KVSpec(4, 4))
     with pytest.raises(OptionError, match="needs bits"):
         TurboQuantKVCache(key_bits=4)
+    with pytest.raises(TypeError, match="needs bits"):
+        TurboQuantKVCache()
 
 
 def test_to_batch_serves_mlx_vlm():

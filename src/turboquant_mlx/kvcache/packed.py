@@ -31,8 +31,11 @@ def make_spec(
     """The spec that a constructor's arguments stand for.
 
     Raises:
-        OptionError: nothing given, too much given, or unsupported bits.
+        TypeError: nothing given (mlx-vlm's prefix cache makes caches in that way, and expects it).
+        OptionError: too little or too much given, or unsupported bits.
     """
+    if spec is bits is key_bits is value_bits is None:
+        raise TypeError("a packed cache needs bits, key_bits and value_bits, or a spec")
     if spec is not None:
         if bits is not None or key_bits is not None or value_bits is not None:
             raise OptionError("a packed cache takes either a spec or bits, not both")
@@ -202,6 +205,10 @@ class PackedBatch(PackedCache):
     @property
     def batch_size(self) -> int:
         return self.store.batch
+
+    def is_single_row(self) -> bool:
+        """Whether mlx-vlm's prefix cache can take this batch for a single sequence."""
+        return self.store.batch == 1
 
     def prepare(
         self,
