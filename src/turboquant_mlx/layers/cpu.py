@@ -28,6 +28,7 @@ from ..kernels.dispatch import backend, is_differentiated, is_traced
 from ..quant.bfloat16 import widen
 from ..quant.decode import NumpyDecoder
 from ..quant.weight import PackedWeight
+from .cpu_token import CpuNormMixin, CpuRopeMixin
 from .memory import available_memory_bytes
 from .packed import PackedLayer
 from .rotation_group import RotationGroup
@@ -205,7 +206,7 @@ def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> n
 
 class _CpuLinearMixin:
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if backend() != "cpu" or is_traced(x):
+        if backend() != "cpu" or is_traced(x) or is_differentiated(self.weight):
             return super().__call__(x)  # type: ignore[misc]
         y = self.expanded.matrix()(x)
         return (y + self.bias).astype(y.dtype) if "bias" in self else y
@@ -213,7 +214,7 @@ class _CpuLinearMixin:
 
 class _CpuEmbeddingMixin:
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        if backend() != "cpu" or is_traced(x):
+        if backend() != "cpu" or is_traced(x) or is_differentiated(self.weight):
             return super().as_linear(x)  # type: ignore[misc]
         return self.expanded.matrix()(x)
 
@@ -235,12 +236,16 @@ class _CpuSwitchMixin:
 
 @lru_cache
 def _cpu_twin(kind: type) -> type | None:
-    """The CPU subclass of a stock layer class that multiplies by a large matrix, or None."""
+    """The CPU subclass of a stock layer class, or None where its own way is as good."""
     mixin: type
     if kind in (nn.Linear, nn.QuantizedLinear):
         mixin = _CpuLinearMixin
     elif kind in (nn.Embedding, nn.QuantizedEmbedding):
         mixin = _CpuEmbeddingMixin
+    elif kind is nn.RMSNorm:
+        mixin = CpuNormMixin
+    elif kind is nn.RoPE:
+        mixin = CpuRopeMixin
     elif kind.__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
         # mlx-lm and mlx-vlm each have classes of their own with these names
         mixin = _CpuSwitchMixin
@@ -258,7 +263,7 @@ def _adopt(layer: nn.Module) -> None:
     arrays = partial(_stock_arrays, layer)
     if issubclass(twin, _CpuSwitchMixin):
         layer.expanded = ExpandedExperts(arrays, partial(_stock_expert, layer))
-    else:
+    elif issubclass(twin, (_CpuLinearMixin, _CpuEmbeddingMixin)):
         layer.expanded = ExpandedWeight(arrays, partial(_stock_matrix, layer))
 
 
