@@ -27,7 +27,7 @@ from turboquant_mlx.kernels import gather, matvec, selection
 from turboquant_mlx.kernels.dialect import Dialect
 from turboquant_mlx.kernels.dispatch import backend
 from turboquant_mlx.kernels.matmul import dense_blocks
-from turboquant_mlx.kernels.rotate import rotate_few
+from turboquant_mlx.kernels.rotate import rotate_few, rotate_many
 from turboquant_mlx.kernels.selection import Launch
 from turboquant_mlx.quant.rotation import rotate
 
@@ -208,13 +208,14 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
     spec = codes(width)["trellis3"]
     block = spec.rotation_block
     signs = [mx.ones((width,), mx.float16) for _ in range(2)]
-    for rows in (8, 64, 512, 4096):
+    for rows in (1, 8, 64, 512, 4096):
         if time.monotonic() > end:
             return results
         x = mx.random.normal((rows, width)).astype(mx.float16)
-        kernel = kernel_seconds(lambda x, m: rotate_few(x, block, m, dialect), x, signs)
+        few = kernel_seconds(lambda x, m: rotate_few(x, block, m, dialect), x, signs)
+        many = kernel_seconds(lambda x, m: rotate_many(x, block, m, dialect), x, signs)
         plain = kernel_seconds(lambda x, m: rotate(x, block, m), x, signs)
-        note("rotation, rows", rows, kernel=kernel, mlx=plain)
+        note("rotation, rows", rows, few=few, many=many, mlx=plain)
 
     def decoded(x, weight):
         return mx.concatenate([x @ d.T for d, _, _ in dense_blocks(weight, x.dtype, dialect)], -1)

@@ -19,7 +19,7 @@ from turboquant_mlx.quant.spec import QuantSpec
 GOLDEN = Path(__file__).parent / "golden"
 SPEC = QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8")
 TERNARY = QuantSpec(code="ternary", group_size=64)
-WORK = ["matvec", "gather", "joint2", "joint3", "joint gather", "expand", "rotate"]
+WORK = ["matvec", "gather", "joint2", "joint3", "joint gather", "expand", "rotate", "rotate many"]
 KINDS = [
     matvec.MATVEC,
     matvec.GATHER_MATVEC,
@@ -27,7 +27,7 @@ KINDS = [
     matvec.JOINT_GATHER,
 ]
 FOR_BOTH = [kernel for kind in KINDS for kernel in (kind.multiply, kind.ternary)]
-FOR_BOTH += [expand.EXPAND, expand.EXPAND_TERNARY, rotate.ROTATE]
+FOR_BOTH += [expand.EXPAND, expand.EXPAND_TERNARY, rotate.ROTATE, rotate.ROTATE_WARPS]
 FOR_CUDA = [*FOR_BOTH, *(kind.tensor for kind in KINDS)]
 
 
@@ -61,6 +61,9 @@ def a_call(work: str, dialect, spec=SPEC, dtype=mx.float16, rows=1):
             matvec.joint_matvec(x, [weight] * int(work[-1]), dialect)
         elif work == "rotate":
             rotate.rotate_few(x, 192, mx.ones(192, mx.float16), dialect)
+        elif work == "rotate many":
+            x = activation(64, 1536, dtype=dtype)
+            rotate.rotate_many(x, 768, mx.ones(1536, mx.float16), dialect)
         else:
             expand.expand(weight, dtype, dialect)
     return calls[0]
@@ -122,7 +125,7 @@ def test_a_kernel_is_built_once():
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name."""
-    assert len({kernel.name for kernel in FOR_CUDA}) == len(FOR_CUDA) == 18
+    assert len({kernel.name for kernel in FOR_CUDA}) == len(FOR_CUDA) == 19
 
 
 def test_a_stand_in_is_undone():
@@ -172,21 +175,21 @@ def cuda_program(kernel: Kernel, inputs: list[mx.array], call: dict) -> str:
     )
 
 
+def to_compile() -> list[tuple]:
+    """Each kernel in each way that it may be compiled, each number of registers at its most."""
+    scalar = QuantSpec(bits=3, group_size=64)
+    cases = [(work, SPEC, 1, mx.bfloat16) for work in WORK]
+    cases += [(work, TERNARY, 1, mx.float16) for work in WORK if "rotate" not in work]
+    cases += [("matvec", spec, 8, mx.float16) for spec in (SPEC, scalar, TERNARY)]
+    cases += [("joint3", spec, 8, mx.float32) for spec in (SPEC, scalar, TERNARY)]
+    cases += [(work, SPEC, 1, mx.float32) for work in ("rotate", "rotate many")]
+    for spec in (QuantSpec(bits=7, group_size=8), QuantSpec(bits=3, window_bits=12)):
+        cases += [(work, spec, 2, mx.float32) for work in ("matvec", "gather", "expand")]
+    return cases
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize(
-    "spec, rows, dtype",
-    [
-        (SPEC, 1, mx.bfloat16),
-        (QuantSpec(bits=3, group_size=64), 8, mx.float16),
-        (SPEC, 8, mx.float32),
-        (QuantSpec(bits=7, group_size=8), 2, mx.float32),
-        (QuantSpec(bits=3, window_bits=12, group_size=64), 1, mx.float32),
-        (TERNARY, 1, mx.bfloat16),
-        (TERNARY, 8, mx.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("work, spec, rows, dtype", to_compile(), ids=str)
 def test_cuda_text_compiles_without_spilling(work, spec, rows, dtype, tmp_path):
     program = tmp_path / "kernel.cu"
     program.write_text(cuda_program(*a_call(work, "cuda", spec, dtype, rows)))

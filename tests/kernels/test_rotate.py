@@ -17,8 +17,15 @@ from kernel_cases import (
     name_of,
     running,
 )
-from turboquant_mlx.kernels.rotate import rotate_few, rotated_input, why_no_rotation
-from turboquant_mlx.kernels.selection import ROTATE_ROWS
+from turboquant_mlx.kernels import rotate
+from turboquant_mlx.kernels.rotate import (
+    rotate_few,
+    rotate_many,
+    rotated_input,
+    suits_warps,
+    why_no_rotation,
+)
+from turboquant_mlx.kernels.selection import ROTATE_FEW
 from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.quant.rotation import hadamard_matrix
 
@@ -56,9 +63,12 @@ def check(dialect, block, blocks, rows, dtype):
     width = block * blocks
     x, multiplier = activation(rows, width, dtype=dtype), multipliers(width)
     with running(dialect):
-        y = rotate_few(x, block, multiplier, dialect)
-        mx.eval(y)
-    assert_close(y, expected(x, block, multiplier), dtype)
+        for program in (rotate_few, rotate_many):
+            if program is rotate_many and not suits_warps(block):
+                continue
+            y = program(x, block, multiplier, dialect)
+            mx.eval(y)
+            assert_close(y, expected(x, block, multiplier), dtype)
 
 
 @pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
@@ -93,14 +103,28 @@ def test_a_group_rotates_its_input_once(dialect, dtype, shape):
     assert_close(y, expected(x, 192, group.multiplier), dtype)
 
 
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("block, program", [(64, "rotate_many"), (12, "rotate_few")])
+def test_many_rows(dialect, block, program, monkeypatch):
+    """A warp rotates a block of them, where it can."""
+    x, group = activation(3, ROTATE_FEW[dialect], 192, dtype=mx.float16), group_of(192, block)
+    other = {"rotate_many": "rotate_few", "rotate_few": "rotate_many"}[program]
+    monkeypatch.setattr(rotate, other, None)
+    with running(dialect):
+        y = rotated_input(group, x)
+        mx.eval(y)
+    assert_close(y, expected(x, block, group.multiplier), mx.float16)
+
+
 @pytest.mark.parametrize(
-    "rows, block, gradients",
-    [(ROTATE_ROWS[dialects()[0]] + 1, 64, False), (1, 1, False), (1, 64, True)],
+    "rows, block, gradients", [(9, 64, False), (1, 1, False), (1, 64, True), (9, 64, True)]
 )
 def test_the_rest_is_left_to_mlx(rows, block, gradients, monkeypatch):
     x, group = activation(rows, 64), group_of(64, block)
+    monkeypatch.setattr(rotate, "ROTATE_ROWS", {"metal": 8, "cuda": 8})
     with running(dialects()[0]):
-        monkeypatch.setattr("turboquant_mlx.kernels.rotate.rotate_few", None)
+        monkeypatch.setattr(rotate, "rotate_few", None)
+        monkeypatch.setattr(rotate, "rotate_many", None)
         y = rotated_input(group, x, gradients=gradients)
     assert np.allclose(as_double(y), expected(x, block, group.multiplier), rtol=1e-4, atol=1e-4)
 
@@ -109,3 +133,4 @@ def test_lengths_that_the_kernel_does_not_take():
     assert why_no_rotation(1024) == why_no_rotation(192) == ""
     for block in (1, 20, 28, 36, 8192):
         assert why_no_rotation(block)
+    assert [n for n in (16, 32, 192, 384, 1024, 1536, 2048) if suits_warps(n)] == [32, 384, 1024]

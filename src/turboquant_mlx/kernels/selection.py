@@ -17,9 +17,12 @@ MATVEC_ROWS = 8
 """Rows of activations up to which a packed weight is multiplied directly; for more it is decoded
 first. Unmeasured."""
 
-ROTATE_ROWS: dict[Dialect, int] = {"metal": 64, "cuda": 64}
+ROTATE_FEW: dict[Dialect, int] = {"metal": 16, "cuda": 16}
+"""Rows of activations up to which a threadgroup rotates a block; of more, a warp. Unmeasured."""
+
+ROTATE_ROWS: dict[Dialect, int] = {"metal": 65535, "cuda": 65535}
 """Rows of activations up to which one launch rotates them; MLX's own transform takes more.
-Unmeasured."""
+Unmeasured: by the bytes that are moved, MLX's four operations never win."""
 
 GATHER_ENTRIES = 64
 """(row, expert) pairs up to which experts are multiplied directly. Unmeasured."""

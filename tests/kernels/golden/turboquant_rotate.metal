@@ -21,8 +21,8 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename Y, int BLOCK, int POWER, int THREADS, int NORM>
-[[kernel]] void custom_kernel_turboquant_rotate__float16_t_192_16_32_1210791_float16_t_float16_t_float16_t(
+template <typename Y, int BLOCK, int POWER, int NORM, int THREADS>
+[[kernel]] void custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t(
   const device float16_t* x [[buffer(0)]],
   const device float16_t* multiplier [[buffer(1)]],
   const constant int* multiplier_shape [[buffer(2)]],
@@ -95,4 +95,4 @@ template <typename Y, int BLOCK, int POWER, int THREADS, int NORM>
 
 }
 
-template [[host_name("custom_kernel_turboquant_rotate__float16_t_192_16_32_1210791_float16_t_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_rotate__float16_t_192_16_32_1210791_float16_t_float16_t_float16_t<float16_t, 192, 16, 32, 1210791>) custom_kernel_turboquant_rotate__float16_t_192_16_32_1210791_float16_t_float16_t_float16_t<float16_t, 192, 16, 32, 1210791>;
+template [[host_name("custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t<float16_t, 192, 16, 1210791, 32>) custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t<float16_t, 192, 16, 1210791, 32>;
