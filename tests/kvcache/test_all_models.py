@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -19,11 +21,30 @@ from turboquant_mlx.kvcache.spec import KVSpec
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "tiny_configs.json").read_text()
 )
-PROMPT, TOKENS = 44, 50
+# no rule of geometry knows this one yet, so it is not among those
+CONFIGS["gear"] = {
+    "model_type": "gear", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "rms_norm_eps": 1e-5, "sliding_window": 48, "attn_logit_softcapping": 20.0,
+    "layer_types": ["sliding_attention", "full_attention", "conv_mixer", "sliding_attention"],
+}  # fmt: skip
+PROMPT, TOKENS = 44, 56  # windows of the tiny models hold 48
 # keys of an index stay as they are: what the model's code expects in its hands
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
-# mlx-lm itself ends the process on the CPU, with its own cache
-BROKEN = ("phi3small",)
+# of logits at 8 bits; gemma4's scores are not scaled down, so an error counts for more
+MARGINS = dict.fromkeys(INDEXED, 0.2) | {"gemma4_text": 0.15, "gemma4": 0.15}
+# what mlx-lm has and this test has not, with its own caches either
+LEFT_OUT = {
+    "bitnet": "its layers need Metal",
+    "muse_spark": "its layers need Metal",
+    "prism_hadamard_qwen35": "qwen3_5 with weights packed for Metal",
+    "olmo": "needs a package that is not maintained any more",
+    "phi3small": "mlx-lm itself ends the process on the CPU",
+    "deepseek_v41": "brings a cache class of its own, which is left as it is",
+}
+PARTS = {"activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline",
+         "rope_utils", "ssm", "switch_layers"}  # fmt: skip
+WORK_OF_THEIR_OWN = ("ArraysCache", "ChunkedKVCache")
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -50,20 +71,30 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(((a - b) ** 2).sum())) / (size or 1.0)
 
 
-@pytest.mark.parametrize("model_type", model_types(n for n in CONFIGS if n not in BROKEN))
+def test_every_type_of_mlx_lm_is_here_or_left_out_for_a_reason():
+    modules = {m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__)} - PARTS
+    assert modules == {c["model_type"] for c in CONFIGS.values()} | set(LEFT_OUT)
+
+
+@pytest.mark.parametrize("model_type", model_types(n for n in CONFIGS if n not in LEFT_OUT))
 def test_runs_with_packed_caches(model_type, monkeypatch):
     model = build(CONFIGS[model_type])
     plain, before, _ = drive(model)
     install(model, KVSpec(8, 8))
     coded, after, _ = drive(model)
     assert after.layers == before.layers
-    # nothing that was packed goes back to 16 bits
-    assert after.pending == 0
+    # nothing goes back to 16 bits: every cache of attention is packed after the run, and smaller
+    assert after.pending == 0 and after.frozen == after.packed
     assert ("KVCache" in after.left) == (model_type in INDEXED)
+    rest = {k: n for k, n in after.left.items() if k in WORK_OF_THEIR_OWN or k == "KVCache"}
+    assert rest == after.left
+    attention = sum(before.left.get(kind, 0) for kind in ("KVCache", "RotatingKVCache"))
+    assert after.packed == attention - after.left.get("KVCache", 0)
     if after.packed:
         assert after.held - after.spare < after.plain
-    # an index may pick another block for a rounding
-    assert distance(coded, plain) < (0.2 if model_type in INDEXED else 0.05)
+    # for a rounding an index may pick another block, and a router another expert for one token
+    steps = [distance(coded[:, i], plain[:, i]) for i in range(plain.shape[1])]
+    assert np.median(steps) < MARGINS.get(model_type, 0.05)
     # what is left without rounding is how caches and models work together
     monkeypatch.setattr(KVSpec, "warm_tokens", 10**6)
     exact, _, _ = drive(model)
