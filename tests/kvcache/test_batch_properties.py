@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from turboquant_mlx.kvcache.cache import TurboQuantKVCache
+from turboquant_mlx.kvcache.rotating import TurboQuantRotatingKVCache
 from turboquant_mlx.kvcache.spec import KVSpec
 
 pytest.importorskip("hypothesis")
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-HEADS, WIDTH, LONGEST = 1, 16, 400
+HEADS, WIDTH, LONGEST, WINDOW, KEEP = 1, 16, 400, 48, 3
 SPECS = [
     KVSpec(4, 3),
     KVSpec(2, 2, min_tokens=0),
@@ -55,16 +56,22 @@ class Batch(RuleBasedStateMachine):
         self.rows: list[tuple[int, TurboQuantKVCache]] = []
         self.batch = self.merged(lengths)
 
+    def empty(self):
+        return TurboQuantKVCache(spec=self.spec)
+
+    def contents(self, single) -> list[np.ndarray]:
+        return decoded(single)
+
     def merged(self, lengths):
         new = []
         for n in lengths:
             self.seeds += 1
-            single = TurboQuantKVCache(spec=self.spec)
+            single = self.empty()
             if n:
                 feed(single, [sequence(self.seeds)[:, :, :n]])
             new.append((self.seeds, single))
         self.rows += new
-        return TurboQuantKVCache.merge([copy.deepcopy(single) for _, single in new])
+        return self.empty().merge([copy.deepcopy(single) for _, single in new])
 
     def next_tokens(self, i: int, n: int) -> np.ndarray:
         seed, single = self.rows[i]
@@ -106,6 +113,8 @@ class Batch(RuleBasedStateMachine):
         floor = max(self.spec.warm_tokens, 1)
         if any(floor > single.offset - n for _, single in self.rows):
             return
+        if not self.batch.is_trimmable():
+            return
         self.batch.trim(n)
         for _, single in self.rows:
             single.trim(n)
@@ -132,12 +141,25 @@ class Batch(RuleBasedStateMachine):
             return
         assert self.batch.offset.tolist() == [single.offset for _, single in self.rows]
         for i, (_, single) in enumerate(self.rows):
-            out = decoded(self.batch.extract(i))
-            expected = decoded(single)
+            out = self.contents(self.batch.extract(i))
+            expected = self.contents(single)
+            assert len(out) == len(expected)
             assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))
 
 
-Batch.TestCase.settings = settings(
+class Windows(Batch):
+    """The same of sliding windows; compared is what a next token sees."""
+
+    def empty(self):
+        return TurboQuantRotatingKVCache(WINDOW, KEEP, spec=self.spec)
+
+    def contents(self, single) -> list[np.ndarray]:
+        sides = [x[:, :, -single.store.live :] for x in decoded(single)]
+        rest = WINDOW - 1 - KEEP
+        return [np.concatenate([x[:, :, :KEEP], x[:, :, KEEP:][:, :, -rest:]], 2) for x in sides]
+
+
+Batch.TestCase.settings = Windows.TestCase.settings = settings(
     max_examples=40,
     stateful_step_count=12,
     deadline=None,
@@ -145,3 +167,4 @@ Batch.TestCase.settings = settings(
     derandomize=True,
 )
 TestBatch = Batch.TestCase
+TestWindows = Windows.TestCase

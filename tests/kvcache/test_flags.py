@@ -9,6 +9,7 @@ import pytest
 
 from tiny import build_source
 from turboquant_mlx.generate import command
+from turboquant_mlx.kvcache import spec
 from turboquant_mlx.kvcache.spec import VARIABLES
 
 TOKENS = 90
@@ -82,6 +83,46 @@ def test_every_flag_changes_bytes(folder, run, options):
     assert held(err) != usual
 
 
+def test_no_flag_is_left_out():
+    assert {word for options in FLAGS for word in options if word[:2] == "--"} == set(
+        spec.FLAGS.values()
+    )
+
+
+VARIED = {
+    "KV_BITS": "2",
+    "KV_KEY_BITS": "8",
+    "KV_VALUE_BITS": "8",
+    "KV_QUANT_SCHEME": "uniform",
+    "KV_KEY_SCHEME": "uniform",
+    "KV_VALUE_SCHEME": "uniform",
+    "KV_GROUP_SIZE": "32",
+    "QUANTIZED_KV_START": "500",
+}
+
+
+@pytest.mark.parametrize("variable", VARIABLES.values())
+def test_every_variable_changes_bytes(folder, run, monkeypatch, variable):
+    """And its flag wins over it."""
+    usual = held(run(folder, "--kv-bits", "4")[2])
+    monkeypatch.setenv("KV_BITS", "4")
+    assert held(run(folder)[2]) == usual
+    monkeypatch.setenv(variable, VARIED[variable])
+    code, _, err = run(folder)
+    assert code == 0
+    assert held(err) != usual
+    (name,) = (name for name, known in VARIABLES.items() if known == variable)
+    flags = {
+        "bits": ("--kv-bits", "4"),
+        "key_bits": ("--kv-bits", "4"),
+        "value_bits": ("--kv-bits", "4"),
+        "group_size": ("--kv-group-size", "64"),  # the whole head
+        "start": ("--quantized-kv-start", "0"),
+    }
+    option = flags.get(name, (spec.FLAGS[name], "turboquant"))
+    assert held(run(folder, *option)[2]) == usual
+
+
 def test_variables_do_as_flags_do(folder, run, monkeypatch):
     flagged = held(run(folder, "--kv-k-bits", "8", "--kv-v-bits", "3", "--kv-group-size", "32")[2])
     monkeypatch.setenv("KV_KEY_BITS", "8")
@@ -147,6 +188,10 @@ def test_layers_left_alone_are_told(run, tmp_path):
     assert code == 0
     assert "note: 1 of 2 layers are packed; left as they are: 1 RotatingKVCache" in err
     assert "1 of 2 layers packed" in err
+    build_source(tmp_path / "longer", "gemma3_text", dtype="float32", sliding_window=48)
+    code, _, err = run(tmp_path / "longer", "--kv-bits", "4")
+    assert code == 0
+    assert "2 of 2 layers packed" in err and "left as they are" not in err
 
 
 def test_a_model_trained_with_quantization_awareness_keeps_its_cache(run, folder, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -121,6 +123,42 @@ def test_saved_continued_equals_never_saved(packed, tmp_path):
     loaded = load_prompt_cache(file)
     logits = [model(mx.array([[5, 6]]), cache=c) for c in (cache, loaded)]
     assert mx.array_equal(*logits)
+
+
+PROGRAM = """
+import sys
+import mlx.core as mx
+from mlx_lm.models.cache import load_prompt_cache
+from turboquant_mlx.checkpoint.loader import load_model
+from turboquant_mlx.kvcache import cache
+
+model, cache = load_model(sys.argv[1])[0], load_prompt_cache(sys.argv[2])
+logits = [model(mx.array([[token]]), cache=cache) for token in (5, 6, 7)]
+logits.append(model(mx.array([list(range(1, 30))]), cache=cache))
+mx.save_safetensors(sys.argv[3], {str(i): x for i, x in enumerate(logits)})
+"""
+
+
+@pytest.mark.parametrize("length", [20, 90])
+def test_saved_and_continued_in_another_process(tmp_path, length):
+    """The logits of further tokens and of a further prompt, of full layers and of windows, are the
+    same to the bit."""
+    folder, file = tmp_path / "model", str(tmp_path / "cache.safetensors")
+    build_source(folder, "gemma3_text", dtype="bfloat16", sliding_window=48)
+    model = load_model(folder)[0]
+    install(model, KVSpec(3, 4))
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[i % 50 for i in range(length)]]), cache=cache))
+    save_prompt_cache(file, cache, {"model": "tiny"})
+    command = [sys.executable, "-c", PROGRAM, str(folder), file, str(tmp_path / "out.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = mx.load(str(tmp_path / "out.safetensors"))
+    ours = [model(mx.array([[token]]), cache=cache) for token in (5, 6, 7)]
+    ours.append(model(mx.array([list(range(1, 30))]), cache=cache))
+    assert CacheReport.of(cache).packed == 2
+    for i, logits in enumerate(ours):
+        assert mx.array_equal(logits, theirs[str(i)])
 
 
 def test_the_prompt_cache_of_the_server_reuses_and_trims(packed):
