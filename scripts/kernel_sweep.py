@@ -236,7 +236,7 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
 
     experts, _, width = STACK
     stacks = [random_weight(codes(width)["trellis3"], *STACK) for _ in range(2)]
-    for entries in (8, 64, 256, 1024):
+    for entries in (8, 64, 128, 256, 512, 1024):
         if time.monotonic() > end:
             return results
         x = mx.random.normal((entries, 1, width)).astype(mx.float16)

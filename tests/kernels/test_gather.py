@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 from turboquant_mlx.kernels.gather import are_few, gather_matmul, portable_gather
 from turboquant_mlx.kernels.matvec import gather_matvec, joint_gather, why_not_jointly
-from turboquant_mlx.kernels.selection import GATHER_ENTRIES, Launch
+from turboquant_mlx.kernels.selection import Launch, gather_entries
 from turboquant_mlx.layers.rotation_group import RotationGroup
 from turboquant_mlx.quant.rotation import rotate
 from turboquant_mlx.quant.spec import QuantSpec
@@ -163,8 +163,9 @@ def test_no_other_expert_is_read():
 
 
 @pytest.mark.parametrize("dialect", dialects())
-@pytest.mark.parametrize("shape", [(GATHER_ENTRIES + 1, 1), (5, 3)])
+@pytest.mark.parametrize("shape", [(13, 1), (5, 3)])
 def test_many_rows_go_through_decoded_experts(dialect, shape):
+    assert gather_entries(dialect, EXPERTS) == 12
     weight = packed(SPEC, EXPERTS, OUTPUTS, WIDTH)
     x = activation(*shape, WIDTH)
     indices = mx.sort(mx.array(np.random.default_rng(0).integers(0, EXPERTS, shape[0])))
@@ -210,10 +211,13 @@ def test_stacks_that_cannot_be_multiplied_together():
 
 def test_few_pairs():
     x = mx.zeros((1, 1, 1, 1, 64))
-    assert are_few(x, mx.zeros((1, 1, 8), mx.uint32))
-    assert not are_few(x, mx.zeros((1, GATHER_ENTRIES + 1), mx.uint32))
-    assert not are_few(mx.zeros((2, 3, 64)), mx.zeros((2,), mx.uint32)), "rows that share experts"
-    assert not are_few(mx.zeros((0, 1, 64)), mx.zeros((0,), mx.uint32))
+    most = gather_entries("cuda", 128)
+    assert are_few(x, mx.zeros((1, 1, 8), mx.uint32), 2, "cuda"), "what a token routes to"
+    assert are_few(x, mx.zeros((1, most), mx.uint32), 128, "cuda")
+    assert not are_few(x, mx.zeros((1, most + 1), mx.uint32), 128, "cuda")
+    together = mx.zeros((2, 3, 64))
+    assert not are_few(together, mx.zeros((2,), mx.uint32), 128, "cuda"), "rows that share experts"
+    assert not are_few(mx.zeros((0, 1, 64)), mx.zeros((0,), mx.uint32), 128, "cuda")
 
 
 @pytest.mark.parametrize("dialect", dialects())

@@ -19,7 +19,7 @@ from .dialect import Dialect
 from .expand import expand
 from .matmul import BLOCK_BYTES, has_sketch, kernel_dialect, sketch_input, sketch_of
 from .matvec import gather_matvec, joint_gather
-from .selection import GATHER_ENTRIES
+from .selection import gather_entries
 
 EXPERT_BLOCK_BYTES = 8 * BLOCK_BYTES
 """Bytes of the activation dtype that decoded experts may take at a time."""
@@ -55,11 +55,12 @@ def gather_matmul(
     return _kernel_gather(x, weight, indices, sorted_indices, use_qjl, dialect)
 
 
-def are_few(x: mx.array, indices: mx.array) -> bool:
-    """Whether there are so few pairs of rows and experts that packed words are multiplied."""
+def are_few(x: mx.array, indices: mx.array, experts: int, dialect: Dialect) -> bool:
+    """Whether there are so few pairs of rows and ``experts`` that packed words are multiplied."""
     if x.size == 0 or x.shape[-2] != 1:
         return False
-    return math.prod(np.broadcast_shapes(x.shape[:-2], indices.shape)) <= GATHER_ENTRIES
+    pairs = math.prod(np.broadcast_shapes(x.shape[:-2], indices.shape))
+    return pairs <= gather_entries(dialect, experts)
 
 
 def joint_gather_matmul(
@@ -143,13 +144,17 @@ def _kernel_gather(
     dialect: Dialect,
 ) -> mx.array:
     with_sketch = has_sketch(weight, use_qjl)
-    if not are_few(x, indices):
+    if not are_few(x, indices, weight.shape[0], dialect):
         return decoded_gather(x, weight, indices, sorted_indices, with_sketch, dialect)
     flat, chosen, lead = _entries(x, indices)
     if with_sketch:
         y = gather_matvec(flat, weight, chosen, dialect, dtype=mx.float32)
         y = y + gather_matvec(
-            sketch_input(flat, weight), sketch_of(weight), chosen, dialect, dtype=mx.float32
+            sketch_input(flat, weight, dialect),
+            sketch_of(weight),
+            chosen,
+            dialect,
+            dtype=mx.float32,
         )
         y = y.astype(x.dtype)
     else:

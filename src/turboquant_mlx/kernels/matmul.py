@@ -15,13 +15,13 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..quant.qjl import sketch_factor
-from ..quant.rotation import rotate
 from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight, dequantize_rows
 from .dialect import Dialect
 from .dispatch import kernels_of_backend
 from .expand import expand
 from .matvec import matvec
+from .rotate import rotate_rows
 from .selection import DECODED_BYTES, MATVEC_ROWS
 from .unpack import why_no_kernel
 
@@ -87,9 +87,10 @@ def sketch_of(weight: PackedWeight) -> PackedWeight:
     )
 
 
-def sketch_input(x: mx.array, weight: PackedWeight) -> mx.array:
+def sketch_input(x: mx.array, weight: PackedWeight, dialect: Dialect) -> mx.array:
     """What the sketch multiplies."""
-    return rotate(x, weight.spec.rotation_block, weight.qjl_multiplier)
+    assert weight.qjl_multiplier is not None
+    return rotate_rows(x, weight.spec.rotation_block, weight.qjl_multiplier, dialect)
 
 
 def has_sketch(weight: PackedWeight, use_qjl: bool) -> bool:
@@ -102,11 +103,13 @@ def _kernel_matmul(x: mx.array, weight: PackedWeight, use_qjl: bool, dialect: Di
         if not with_sketch:
             return matvec(x, weight, dialect)
         y = matvec(x, weight, dialect, dtype=mx.float32)
-        sketch = matvec(sketch_input(x, weight), sketch_of(weight), dialect, dtype=mx.float32)
+        signs = sketch_input(x, weight, dialect)
+        sketch = matvec(signs, sketch_of(weight), dialect, dtype=mx.float32)
         return (y + sketch).astype(x.dtype)
     y = _expand_and_multiply(x, weight, dialect)
     if with_sketch:
-        y = y + _expand_and_multiply(sketch_input(x, weight), sketch_of(weight), dialect)
+        signs = sketch_input(x, weight, dialect)
+        y = y + _expand_and_multiply(signs, sketch_of(weight), dialect)
     return y
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..quant.rotation import hadamard_matrix
+from ..quant.rotation import hadamard_matrix, rotate
 from .dialect import Dialect, Kernel
 from .dispatch import kernels_of_backend
 from .matvec import check_width
@@ -192,12 +192,28 @@ def rotated_input(group: Group, x: mx.array, *, gradients: bool = False) -> mx.a
         [..., I] in the dtype of ``x``; computed in float32.
     """
     dialect = kernels_of_backend(x.dtype)
-    few = dialect is not None and 0 < x.size <= ROTATE_ROWS[dialect] * x.shape[-1]
-    if dialect is None or gradients or not few or why_no_rotation(group.block):
+    if dialect is None or gradients:
         return group.read(x, rotated=True, dtype=x.dtype)
-    many = x.size > ROTATE_FEW[dialect] * x.shape[-1] and suits_warps(group.block)
-    rotate = rotate_many if many else rotate_few
-    return group.once(x, (True, x.dtype), lambda: rotate(x, group.block, group.multiplier, dialect))
+    return group.once(
+        x, (True, x.dtype), lambda: rotate_rows(x, group.block, group.multiplier, dialect)
+    )
+
+
+def rotate_rows(x: mx.array, block: int, multiplier: mx.array, dialect: Dialect) -> mx.array:
+    """``quant.rotation.rotate`` by the program that suits the number of rows; without gradient.
+
+    Args:
+        x: [..., I]; float16, bfloat16 or float32.
+        block: of the transform.
+        multiplier: [I].
+        dialect: of the kernels.
+    """
+    rows = x.size // x.shape[-1]
+    if not 0 < rows <= ROTATE_ROWS[dialect] or why_no_rotation(block):
+        return rotate(x, block, multiplier)
+    if rows > ROTATE_FEW[dialect] and suits_warps(block):
+        return rotate_many(x, block, multiplier, dialect)
+    return rotate_few(x, block, multiplier, dialect)
 
 
 def _sizes(block: int, dtype: mx.Dtype) -> list:

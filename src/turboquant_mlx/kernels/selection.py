@@ -24,8 +24,10 @@ ROTATE_ROWS: dict[Dialect, int] = {"metal": 65535, "cuda": 65535}
 """Rows of activations up to which one launch rotates them; MLX's own transform takes more.
 Unmeasured: by the bytes that are moved, MLX's four operations never win."""
 
-GATHER_ENTRIES = 64
-"""(row, expert) pairs up to which experts are multiplied directly. Unmeasured."""
+GATHER_PER_EXPERT: dict[Dialect, float] = {"metal": 2.0, "cuda": 2.0}
+"""(row, expert) pairs for each expert of a stack up to which experts are multiplied directly, pair
+by pair; for more the stack is decoded. Unmeasured: decoding costs about as much as one product
+with each expert, and its result is then read once more."""
 
 DECODED_BYTES = 128 * 2**20
 """Bytes of decoded weight at a time where more rows are multiplied. Unmeasured."""
@@ -150,6 +152,11 @@ def launch_by_rule(
     while split < most and outputs * copies * split < _WARPS[dialect] * each:
         split *= 2
     return Launch(outputs=each, split=split, warps=8)
+
+
+def gather_entries(dialect: Dialect, experts: int) -> int:
+    """Pairs up to which experts of a stack are multiplied directly; a token's always are."""
+    return max(8, int(GATHER_PER_EXPERT[dialect] * experts))
 
 
 def table_copies(dialect: Dialect, table_bytes: int, most: int) -> int:

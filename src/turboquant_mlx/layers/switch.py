@@ -71,10 +71,12 @@ class TurboQuantSwitchLinear(PackedLayer):
         While one token is generated a launch costs about as much as what it does.
         """
         group = self.group
-        if self.training or self.use_qjl or group.size == 1 or not are_few(x, indices):
+        if self.training or self.use_qjl or group.size == 1:
             return None
         dialect = kernels_of_backend(x.dtype)
-        if dialect is None or not self._has_joint_kernel():
+        if dialect is None or not are_few(x, indices, self.num_experts, dialect):
+            return None
+        if not self._has_joint_kernel():
             return None
 
         def make() -> list[mx.array]:
