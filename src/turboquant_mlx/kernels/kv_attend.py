@@ -31,6 +31,7 @@ from .kv_attend_multiply import MULTIPLY
 from .kv_attend_tensor import TENSOR
 from .kv_dialect import KVKernel
 from .kv_selection import (
+    COMBINE_SLICES,
     MOST_PARTS,
     QUERIES,
     RAW_TOKENS,
@@ -176,6 +177,8 @@ def why_no_kernel(
         return f"{max(rows.raw)} tokens that are held in 16 bits"
     if mask is not None and mask.shape[-1] != rows.columns:
         return f"a mask of the shape {mask.shape}"
+    if codes[0].shape[2] < 32:
+        return f"a capacity of {codes[0].shape[2]} tokens"
     if max(c.size for c in codes) >= 2**31:
         return "more words than 32 bits can count"
     return ""
@@ -252,13 +255,14 @@ def _plan(
         ("SINKS", sinks),
         ("SHIFT", shift),
     ]
-    warps = max(1, min(8, value.width // 32))
+    warps = min(16, -(-COMBINE_SLICES * value.width // 32))
     combine = [
         ("T", dtype),
         *common,
         ("WARPS", warps),
         ("ROWS", repeats * length),
         ("MOST_PARTS", MOST_PARTS),
+        ("SLICES", COMBINE_SLICES),
     ]
     return _Plan(launch, batch * kv_heads * row_blocks, template, combine, 32 * warps)
 

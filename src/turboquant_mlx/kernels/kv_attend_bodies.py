@@ -53,15 +53,19 @@ SIZES = """
   const int end = meta[11 + 4 * batch_row];
   const int out_at = (pair * parts + int(tq_bx)) * ROWS + first_row;
 
-  TQ_SHARED(float, line, RB * WIDEST);
   const bool packed = int(tq_bx) < splits;
-  for (int i = int(tq_tid); i < RB * D; i += THREADS) {
-    const int row = first_row + i / D;
-    float value = 0.0f;
-    if (row < ROWS) value = float(queries[(pair * ROWS + row) * D + i % D]) * factor[0];
-    line[i] = packed ? value * facts[i % D] : value;
-  }
-  TQ_SYNC();
+  TQ_SHARED(float, line, RB * WIDEST);
+"""
+
+# The threadgroup's queries times the scale in `line`; with the keys' signs for the packed part.
+QUERIES = """
+    for (int i = int(tq_tid); i < RB * D; i += THREADS) {
+      const int row = first_row + i / D;
+      float value = 0.0f;
+      if (row < ROWS) value = float(queries[(pair * ROWS + row) * D + i % D]) * factor[0];
+      line[i] = packed ? value * facts[i % D] : value;
+    }
+    TQ_SYNC();
 """
 
 # What a mask makes of the score of a row's query and a column.
@@ -144,6 +148,9 @@ def rotation(side: str, total: str, inverse: bool = False) -> str:
 RAW = (
     """
     if (RAW) {
+"""
+    + QUERIES
+    + """
     constexpr int MINE = (RB + WARPS - 1) / WARPS;
     constexpr int OF_LANE = (DV + 31) / 32;
     const int raw_capacity = meta[3];
@@ -249,6 +256,7 @@ COMBINE = (
   const int from = int(tq_bx) / ROWS * parts * ROWS + int(tq_bx) % ROWS;
   TQ_SHARED(float, line, DV);
   TQ_SHARED(float, weights, MOST_PARTS);
+  TQ_SHARED(float, slices, SLICES * DV);
   float top = LOWEST;
   for (int p = int(tq_lane); p < parts; p += 32) {
     const float mark = marks[(from + p * ROWS) * 2];
@@ -266,10 +274,19 @@ COMBINE = (
   }
   TQ_UNROLL for (int s = 16; s > 0; s >>= 1) total += TQ_SHUFFLE_XOR(total, s);
   TQ_SYNC();
+  // several threads for each dimension, or they would wait for one part after the other
+  for (int i = int(tq_tid); i < SLICES * DV; i += THREADS) {
+    float sum = 0.0f;
+    for (int p = i / DV; p < parts; p += SLICES) {
+      sum += weights[p] * sums[(from + p * ROWS) * DV + i % DV];
+    }
+    slices[i] = sum;
+  }
+  TQ_SYNC();
   const float divisor = total > 0.0f ? 1.0f / total : 0.0f;
   for (int d = int(tq_tid); d < DV; d += THREADS) {
     float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) sum += weights[p] * sums[(from + p * ROWS) * DV + d];
+    TQ_UNROLL for (int k = 0; k < SLICES; ++k) sum += slices[k * DV + d];
     line[d] = sum * divisor;
   }
   TQ_SYNC();

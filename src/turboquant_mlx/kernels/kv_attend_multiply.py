@@ -9,7 +9,7 @@ A unit of a key is 32 dimensions where that is possible: whole words of its stre
 
 from __future__ import annotations
 
-from .kv_attend_bodies import MASKED, RAW, SIZES, TILES_OF_SPLIT, rotation
+from .kv_attend_bodies import MASKED, QUERIES, RAW, SIZES, TILES_OF_SPLIT, rotation
 
 _SIZES = """
   constexpr int TOKENS = 32;
@@ -248,6 +248,7 @@ MULTIPLY = (
   TQ_SHARED(float, totals, WARPS * RB);
   if (packed) {
 """
+    + QUERIES
     + rotation("K", "(RB * D)")
     + "    if (!KAFFINE) {"
     + _FILL.format(side="K", table="klut")

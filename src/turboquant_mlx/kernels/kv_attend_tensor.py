@@ -20,7 +20,7 @@ only when it is exceeded by 2**SLACK: as good as the maximum itself, and mostly 
 
 from __future__ import annotations
 
-from .kv_attend_bodies import MASKED, RAW, SIZES, TILES_OF_SPLIT, rotation
+from .kv_attend_bodies import MASKED, QUERIES, RAW, SIZES, TILES_OF_SPLIT, rotation
 
 _SIZES = """
   // A lane is row `of_eight` and column pair `of_four` of the matrix units' operands. For scores it
@@ -54,42 +54,41 @@ _SIZES = """
   constexpr float SLACK = 8.0f;               // weights may grow to 2**SLACK
 """
 
-# A table of pairs of levels (or of single ones in the low half), entry by entry in copies.
+# A table of pairs of levels (or of single ones in the low half), entry by entry in copies. Each
+# thread writes an entry's copies, beginning with its own lane's, so that banks do not collide.
 _FILL = """
-    for (int i = int(tq_tid); i < {side}ENTRIES * {side}COPIES; i += THREADS) {{
-      const int entry = i / {side}COPIES;
+    for (int entry = int(tq_tid); entry < {side}ENTRIES; entry += THREADS) {{
       float low = facts[{side}_LEVELS + (entry & ((1 << {side}B) - 1))];
       float high = {side}B <= 4 ? facts[{side}_LEVELS + (entry >> {side}B) % (1 << {side}B)] : 0.0f;
-      {table}[i] = tq_narrow(half_type, low, high);
+      const uint levels = tq_narrow(half_type, low, high);
+      TQ_UNROLL for (int c = 0; c < {side}COPIES; ++c) {{
+        const int copy = (c + int(tq_lane)) % {side}COPIES;
+        {table}[entry * {side}COPIES + copy] = levels;
+      }}
     }}
 """
 
 # Two levels: of the pair `at` of a stream of pairs, or of one code of each of two streams.
 _PICKS = """
-#define TQ_PAIR(to, stream, at, bits, table, copies, copy) \\
+#define TQ_PAIR(to, stream, at, bits, table, copies) \\
   { \\
     const int tq_bit = 2 * (bits) * (at); \\
     const bool tq_whole = tq_bit % 32 + 2 * (bits) <= 32; \\
     const uint tq_word = tq_whole ? stream[tq_bit / 32] \\
         : TQ_FUNNEL(stream[tq_bit / 32], stream[tq_bit / 32 + 1], uint(tq_bit % 32)); \\
-    to = TQ_PICK_WORD(table, tq_word, tq_whole ? tq_bit % 32 : 0, 2 * (bits), copies, copy); \\
+    to = TQ_PICK(table, tq_word, tq_whole ? tq_bit % 32 : 0, 2 * (bits), copies); \\
   }
-#define TQ_LEVEL_OF(to, stream, at, bits, table, copies, copy) \\
+#define TQ_LEVEL_OF(to, stream, at, bits, table, copies) \\
   { \\
     const int tq_bit = (bits) * (at); \\
     const bool tq_whole = tq_bit % 32 + (bits) <= 32; \\
     const uint tq_word = tq_whole ? stream[tq_bit / 32] \\
         : TQ_FUNNEL(stream[tq_bit / 32], stream[tq_bit / 32 + 1], uint(tq_bit % 32)); \\
-    to = TQ_PICK_WORD(table, tq_word, tq_whole ? tq_bit % 32 : 0, bits, copies, copy); \\
+    to = TQ_PICK(table, tq_word, tq_whole ? tq_bit % 32 : 0, bits, copies); \\
   }
 """
 
 _QUERIES = """
-    const __half* half_type = 0;
-    const int of_four = int(tq_lane) & 3;
-    const int of_eight = int(tq_lane) >> 2;
-    const uint copy_k = tq_lane % uint(KCOPIES);
-    const uint copy_v = tq_lane % uint(VCOPIES);
     // queries are divided by powers of two, so that 16 bits hold them
     for (int r = int(tq_warp); r < RB; r += WARPS) {
       float largest = 0.0f;
@@ -116,7 +115,11 @@ _QUERIES = """
     }
 """
 
-_LOOP = """
+# The first tile is on its way while tables and queries are made.
+_FETCH = """
+    const __half* half_type = 0;
+    const int of_four = int(tq_lane) & 3;
+    const int of_eight = int(tq_lane) >> 2;
     const int kbit = of_four * KOWN;
     const int vbit = of_eight * VOWN;
     const uint kshift = uint(kbit) & 31u;
@@ -127,35 +130,43 @@ _LOOP = """
     uint vcode[TILES * 4 * VWORDS];
     uint kscale[TILES * 2];
     uint vscale[TILES * 2];
+    // A tile that would reach beyond the arrays begins earlier: what it has in common with the tile
+    // before is hidden. So each address is one of a few plus a constant.
     auto fetch = [&](int from) {
+      const int wanted = base + from * TOKENS;
+      const int first = pair * capacity + (wanted < capacity - TOKENS ? wanted : capacity - TOKENS);
+      const int key = first + ktoken;
+      const int value = first + of_four;
       TQ_UNROLL for (int i = 0; i < TILES * 2; ++i) {
-        const int wanted = base + from * TOKENS + i * 8 + ktoken;
-        const int at = pair * capacity + (wanted < end ? wanted : end - 1);
-        TQ_UNROLL for (int j = 0; j < KWORDS; j += KGAP > 0 ? 1 : KFLUSH) {
-          if (KGAP > 0) {
-            const int word = kbit / 32 + j;
-            kcode[i * KWORDS + j] = kcodes[at * KROW + (word < KROW ? word : KROW - 1)];
-          } else {
-            TQ_WORDS((kcode + i * KWORDS), KFLUSH, kcodes, at * KROW + kbit / 32, KEVEN);
+        if (KGAP > 0) {
+          TQ_UNROLL for (int j = 0; j < KWORDS; ++j) {
+            const int word = kbit / 32 + j < KROW ? kbit / 32 + j : KROW - 1;
+            kcode[i * KWORDS + j] = kcodes[key * KROW + word + i * 8 * KROW];
           }
+        } else {
+          TQ_WORDS((kcode + i * KWORDS), KFLUSH, kcodes,
+              key * KROW + kbit / 32 + i * 8 * KROW, KEVEN);
         }
-        kscale[i] = uint(kscales[at]);
-        vscale[i] = uint(vscales[at]);
+        kscale[i] = uint(kscales[key + i * 8]);
+        vscale[i] = uint(vscales[key + i * 8]);
       }
       TQ_UNROLL for (int i = 0; i < TILES * 4; ++i) {
-        const int wanted = base + from * TOKENS + i * 4 + of_four;
-        const int at = pair * capacity + (wanted < end ? wanted : end - 1);
-        TQ_UNROLL for (int j = 0; j < VWORDS; j += VGAP > 0 ? 1 : VFLUSH) {
-          if (VGAP > 0) {
-            const int word = vbit / 32 + j;
-            vcode[i * VWORDS + j] = vcodes[at * VROW + (word < VROW ? word : VROW - 1)];
-          } else {
-            TQ_WORDS((vcode + i * VWORDS), VFLUSH, vcodes, at * VROW + vbit / 32, VEVEN);
+        if (VGAP > 0) {
+          TQ_UNROLL for (int j = 0; j < VWORDS; ++j) {
+            const int word = vbit / 32 + j < VROW ? vbit / 32 + j : VROW - 1;
+            vcode[i * VWORDS + j] = vcodes[value * VROW + word + i * 4 * VROW];
           }
+        } else {
+          TQ_WORDS((vcode + i * VWORDS), VFLUSH, vcodes,
+              value * VROW + vbit / 32 + i * 4 * VROW, VEVEN);
         }
       }
     };
 
+    if (tile < last) fetch(tile);
+"""
+
+_LOOP = """
     float top[NT * 2];
     float total[NT * 2];
     float sum[NT * VSTEPS * 4];
@@ -164,9 +175,10 @@ _LOOP = """
       total[i] = 0.0f;
     }
     TQ_UNROLL for (int i = 0; i < NT * VSTEPS * 4; ++i) sum[i] = 0.0f;
-    if (tile < last) fetch(tile);
     while (tile < last) {
-      const int first_token = base + tile * TOKENS;
+      const int own = base + tile * TOKENS;
+      const int first_token = own < capacity - TOKENS ? own : capacity - TOKENS;
+      const int lowest = own > start ? own : start;
       uint kstream[TILES * 2 * (KFLUSH + 1)];
       uint vstream[TILES * 4 * (VFLUSH + 1)];
       float kfactor[TILES * 2];
@@ -202,18 +214,18 @@ _LOOP = """
         TQ_UNROLL for (int i = 0; i < KSTEPS; ++i) {
           uint a[4];
           if (KB <= 4) {
-            TQ_PAIR(a[0], one, 2 * i, KB, klut, KCOPIES, copy_k);
-            TQ_PAIR(a[1], two, 2 * i, KB, klut, KCOPIES, copy_k);
-            TQ_PAIR(a[2], one, 2 * i + 1, KB, klut, KCOPIES, copy_k);
-            TQ_PAIR(a[3], two, 2 * i + 1, KB, klut, KCOPIES, copy_k);
+            TQ_PAIR(a[0], one, 2 * i, KB, klut, KCOPIES);
+            TQ_PAIR(a[1], two, 2 * i, KB, klut, KCOPIES);
+            TQ_PAIR(a[2], one, 2 * i + 1, KB, klut, KCOPIES);
+            TQ_PAIR(a[3], two, 2 * i + 1, KB, klut, KCOPIES);
           } else {
             TQ_UNROLL for (int j = 0; j < 2; ++j) {
               uint low, high;
-              TQ_LEVEL_OF(low, one, 4 * i + 2 * j, KB, klut, KCOPIES, copy_k);
-              TQ_LEVEL_OF(high, one, 4 * i + 2 * j + 1, KB, klut, KCOPIES, copy_k);
+              TQ_LEVEL_OF(low, one, 4 * i + 2 * j, KB, klut, KCOPIES);
+              TQ_LEVEL_OF(high, one, 4 * i + 2 * j + 1, KB, klut, KCOPIES);
               a[2 * j] = __byte_perm(low, high, 0x5410u);
-              TQ_LEVEL_OF(low, two, 4 * i + 2 * j, KB, klut, KCOPIES, copy_k);
-              TQ_LEVEL_OF(high, two, 4 * i + 2 * j + 1, KB, klut, KCOPIES, copy_k);
+              TQ_LEVEL_OF(low, two, 4 * i + 2 * j, KB, klut, KCOPIES);
+              TQ_LEVEL_OF(high, two, 4 * i + 2 * j + 1, KB, klut, KCOPIES);
               a[2 * j + 1] = __byte_perm(low, high, 0x5410u);
             }
           }
@@ -229,7 +241,7 @@ _LOOP = """
       TQ_UNROLL for (int t = 0; t < TILES; ++t) {
         TQ_UNROLL for (int h = 0; h < 2; ++h) {
           const int column = first_token + t * 16 + h * 8 + ktoken;
-          const bool there = column >= start && column < end;
+          const bool there = column >= lowest && column < end;
           TQ_UNROLL for (int n = 0; n < NT; ++n) {
             TQ_UNROLL for (int e = 0; e < 2; ++e) {
               const int i = (t * NT + n) * 4 + 2 * h + e;
@@ -270,8 +282,8 @@ _LOOP = """
         TQ_UNROLL for (int n = 0; n < NT; ++n) {
           TQ_UNROLL for (int h = 0; h < 2; ++h) {
             const int i = (t * NT + n) * 4 + 2 * h;
-            const float one = TQ_EXP2(score[i] - top[n * 2]);
-            const float two = TQ_EXP2(score[i + 1] - top[n * 2 + 1]);
+            const float one = TQ_FAST_EXP2(score[i] - top[n * 2]);
+            const float two = TQ_FAST_EXP2(score[i + 1] - top[n * 2 + 1]);
             total[n * 2] += one;
             total[n * 2 + 1] += two;
             const float by = vfactor[2 * t + h];
@@ -299,8 +311,8 @@ _LOOP = """
                 up = TQ_FUNNEL(j > 0 ? two[j > 0 ? j - 1 : 0] : 0u, two[j], uint(32 - VB));
                 down = TQ_FUNNEL(one[j], one[j + 1], uint(VB));
               }
-              even[h * (VFLUSH + 1) + j] = (one[j] & of_even) | (up & ~of_even);
-              odd[h * (VFLUSH + 1) + j] = (down & of_even) | (two[j] & ~of_even);
+              even[h * (VFLUSH + 1) + j] = TQ_SELECT(of_even, one[j], up);
+              odd[h * (VFLUSH + 1) + j] = TQ_SELECT(of_even, down, two[j]);
             }
             even[h * (VFLUSH + 1) + VFLUSH] = 0u;
             odd[h * (VFLUSH + 1) + VFLUSH] = 0u;
@@ -312,15 +324,15 @@ _LOOP = """
             if (VB <= 4) {
               const uint* of_even = even + h * (VFLUSH + 1);
               const uint* of_odd = odd + h * (VFLUSH + 1);
-              TQ_PAIR(a[2 * h], of_even, i, VB, vlut, VCOPIES, copy_v);
-              TQ_PAIR(a[2 * h + 1], of_odd, i, VB, vlut, VCOPIES, copy_v);
+              TQ_PAIR(a[2 * h], of_even, i, VB, vlut, VCOPIES);
+              TQ_PAIR(a[2 * h + 1], of_odd, i, VB, vlut, VCOPIES);
             } else {
               const uint* one = vstream + (4 * t + 2 * h) * (VFLUSH + 1);
               const uint* two = one + VFLUSH + 1;
               TQ_UNROLL for (int j = 0; j < 2; ++j) {
                 uint low, high;
-                TQ_LEVEL_OF(low, one, 2 * i + j, VB, vlut, VCOPIES, copy_v);
-                TQ_LEVEL_OF(high, two, 2 * i + j, VB, vlut, VCOPIES, copy_v);
+                TQ_LEVEL_OF(low, one, 2 * i + j, VB, vlut, VCOPIES);
+                TQ_LEVEL_OF(high, two, 2 * i + j, VB, vlut, VCOPIES);
                 a[2 * h + j] = __byte_perm(low, high, 0x5410u);
               }
             }
@@ -408,23 +420,22 @@ TENSOR = (
   TQ_SHARED(float, powers, RB);
   TQ_SHARED(float, tops, WARPS * RB);
   TQ_SHARED(float, totals, WARPS * RB);
-  const uint* klut = pool;
-  const uint* vlut = ONE_TABLE ? pool : pool + KTABLE;
+  TQ_TABLE(klut, pool + tq_lane % uint(KCOPIES));
+  TQ_TABLE(vlut, pool + (ONE_TABLE ? 0 : KTABLE) + tq_lane % uint(VCOPIES));
   if (packed) {
 """
-    + rotation("K", "(RB * D)")
-    + _QUERIES
+    + TILES_OF_SPLIT
+    + _FETCH
     + _FILL.format(side="K", table="pool")
     + """
     if (!ONE_TABLE) {
       uint* table = pool + KTABLE;
 """
     + _FILL.format(side="V", table="table")
-    + """
-    }
-    TQ_SYNC();
-"""
-    + TILES_OF_SPLIT
+    + "    }\n"
+    + QUERIES
+    + rotation("K", "(RB * D)")
+    + _QUERIES
     + _LOOP
     + _FINISH
     + """

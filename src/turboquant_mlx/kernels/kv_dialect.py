@@ -8,6 +8,11 @@
 ``TQ_BITS_OF(f)``      and back
 ``TQ_MUL(a, b)``       a product that CUDA does not fuse into a sum
 ``TQ_TRANSPOSE(u)``    CUDA: an 8 by 8 matrix of 16-bit values, spread as the matrix units hold it
+``TQ_TABLE(n, p)``     CUDA: n is the table at p in shared memory, as ``TQ_PICK`` wants it
+``TQ_PICK``            CUDA: ``TQ_PICK(table, word, shift, bits, copies)``: the entry that a field
+                       of a word names; two instructions, its constants known
+``TQ_SELECT(m, a, b)`` CUDA: the bits of a where m has ones, else those of b
+``TQ_FAST_EXP2(x)``    CUDA: 2**x to a few units in the last place, 0 for what is no normal number
 ``TQ_WORDS``           CUDA: ``TQ_WORDS(to, n, from, offset, even)``: consecutive words, in as few
                        loads as ``even`` (offsets are multiples of it: 1, 2 or 4) allows
 ===================== =============================================================================
@@ -40,6 +45,36 @@ __device__ __forceinline__ tq_uint tq_transposed(tq_uint value) {
   return turned;
 }
 #define TQ_TRANSPOSE(value) tq_transposed(value)
+#endif
+#ifndef TQ_TABLE
+#define TQ_TABLE(name, pointer) const tq_uint name = tq_uint(__cvta_generic_to_shared(pointer))
+// The address is a multiple-add or a dot product, whose addend is the table's: no addition is left.
+__device__ __forceinline__ tq_uint tq_pick(
+    tq_uint table, tq_uint word, int shift, int bits, int size) {
+  tq_uint address, entry;
+  if (bits == 8 && size < 256 && shift % 8 == 0) {
+    address = __dp4a(word, tq_uint(size) << shift, table);
+  } else {
+    const int up = 31 - __clz(size) - shift;
+    const tq_uint field = word & (((1u << bits) - 1u) << shift);
+    address = table + (up >= 0 ? field << up : field >> -up);
+  }
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(address));
+  return entry;
+}
+#define TQ_PICK(table, word, shift, bits, copies) tq_pick(table, word, shift, bits, 4 * (copies))
+__device__ __forceinline__ tq_uint tq_select(tq_uint mask, tq_uint a, tq_uint b) {
+  tq_uint chosen;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(chosen) : "r"(mask), "r"(a), "r"(b));
+  return chosen;
+}
+#define TQ_SELECT(mask, a, b) tq_select(mask, a, b)
+__device__ __forceinline__ float tq_fast_exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+#define TQ_FAST_EXP2(x) tq_fast_exp2(x)
 #endif
 template <int N, int EVEN>
 __device__ __forceinline__ void tq_words(tq_uint* to, const tq_uint* from) {

@@ -21,6 +21,9 @@ SHARED_BYTES: dict[Dialect, int] = {"metal": 24 * 2**10, "cuda": 47 * 2**10}
 With as many copies as lanes these never meet in a memory bank; Apple GPUs share 32 KiB between the
 threadgroups of a core. Unmeasured defaults."""
 
+COMBINE_SLICES = 4
+"""Threads that share the partial results of a dimension in the second pass. Unmeasured default."""
+
 MOST_PARTS = 512
 """Partial results of a query that the second pass adds up."""
 
