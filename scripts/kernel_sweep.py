@@ -1,8 +1,8 @@
 """Measures the numbers of kernels/selection.py: ``bench_kernels.py --sweep``.
 
-Launches of the matvec, in the order of what matters most: 3 bits at all shapes and numbers of rows,
-the thresholds between programs, then 2 and 4 bits with the launches that were best for 3. What the
-time does not suffice for is left out and counted. At the end stand the lines of
+In the order of what matters most: launches of the matvec at 3 bits for one row, the thresholds
+between programs, more rows, MLX's own products, then 2 and 4 bits with the launches that were best
+for 3. What the time does not suffice for is left out and counted. At the end stand the lines of
 ``MATVEC_LAUNCHES`` by these measurements, where they gain something over ``launch_by_rule``.
 """
 
@@ -65,21 +65,28 @@ def sweep(seconds: float = SECONDS) -> dict[str, Any]:
     end = time.monotonic() + seconds
     found: dict[Cell, dict[Launch, float]] = {}
     stock: list[dict] = []
-    left_out = 0
 
     def cells(bits: int) -> list[Cell]:
         return [(c, shape, rows, bits) for rows in ROWS for shape in SHAPES for c in CODECS]
 
     print(f"{'O x I':>14} {'rows':>4} {'weight':<9} {'rule us':>8}  best launches, microseconds")
-    for cell in cells(3):
-        if time.monotonic() > end:
-            left_out += 1
-            continue
-        found[cell] = measure(dialect, cell, launches(cell[1], cell[2]))
+
+    def measure_all(cells: list[Cell]) -> int:
+        """How many there was no time for."""
+        late = 0
+        for cell in cells:
+            if time.monotonic() > end:
+                late += 1
+            else:
+                found[cell] = measure(dialect, cell, launches(cell[1], cell[2]))
+        return late
+
+    left_out = measure_all([cell for cell in cells(3) if cell[2] == 1])
+    thresholds = measure_thresholds(dialect, end)
+    left_out += measure_all([cell for cell in cells(3) if cell[2] > 1])
     for shape in SHAPES:
         if time.monotonic() < end:
             stock += measure_stock(shape)
-    thresholds = measure_thresholds(dialect, end)
     for cell in [*cells(2), *cells(4)]:
         codec, shape, rows, _ = cell
         like = found.get((codec, shape, rows, 3))
