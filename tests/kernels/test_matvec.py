@@ -219,27 +219,41 @@ def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
     assert mx.allclose(y, mx.array(expected.astype("float32")), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dialect", dialects())
-@pytest.mark.parametrize("outputs", [(70, 9), (64, 16, 133), (8, 200, 8)])
-@pytest.mark.parametrize("rows, dtype", [(1, mx.bfloat16), (3, mx.float32)])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        QuantSpec(bits=3, window_bits=8, group_size=128, scale_layout="log8"),
-        QuantSpec(bits=2, group_size=32),
-        QuantSpec(code="ternary", group_size=64),
-    ],
-    ids=["trellis3", "scalar2", "ternary"],
-)
-def test_matrices_that_read_one_input_are_multiplied_together(dialect, outputs, rows, dtype, spec):
+TOGETHER = {
+    "dialect": dialects(),
+    "code": [(2, 2), (3, 3), (5, 5), (3, 8), (4, 8), "ternary"],
+    "group": [32, 64, 128],
+    "layout": ["float16", "log8"],
+    "dtype": [mx.float16, mx.bfloat16, mx.float32],
+    "rows": [1, 3, 8],
+    "outputs": [(70, 9), (64, 16, 133), (8, 200, 8)],
+    "launch": [None, Launch(2, 2, 4)],
+}
+
+
+def check_together(dialect, code, group, layout, dtype, rows, outputs, launch):
+    spec = spec_of(code, group_size=group, scale_layout=layout)
     weights = [packed(spec, n, 384, seed=i) for i, n in enumerate(outputs)]
     x = activation(1, rows, 384, dtype=dtype)
     assert why_not_jointly(weights) == ""
     with running(dialect):
-        products = joint_matvec(x, weights, dialect)
+        products = joint_matvec(x, weights, dialect, launch=launch)
         mx.eval(products)
     for y, weight in zip(products, weights, strict=True):
         assert_product(y, x, weight)
+
+
+@pytest.mark.parametrize("case", list(all_pairs(**TOGETHER)), ids=name_of)
+def test_matrices_that_read_one_input_are_multiplied_together(case):
+    check_together(**case)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("code", TOGETHER["code"], ids=str)
+def test_all_properties_of_matrices_together(dialect, code):
+    for case in each_of_all(TOGETHER, "group", "layout", "dtype", "rows"):
+        check_together(**{**case, "dialect": dialect, "code": code})
 
 
 def test_matrices_that_cannot_be_multiplied_together():

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from turboquant_mlx.kernels.selection import TABLE_BYTES, matvec_launch, table_copies
+from turboquant_mlx.kernels.selection import (
+    MATVEC_LAUNCHES,
+    MATVEC_ROWS,
+    TABLE_BYTES,
+    Launch,
+    launch_by_rule,
+    matvec_launch,
+    size_class,
+    table_copies,
+)
 
 DIALECTS = ["metal", "cuda"]
 
@@ -49,3 +58,30 @@ def test_tables_fit_their_memory(dialect, entries):
         assert copies & (copies - 1) == 0
         assert copies <= most
         assert copies * size <= max(TABLE_BYTES[dialect], size) <= 32768
+
+
+def test_the_table_holds_launches_that_a_kernel_takes():
+    for lines in MATVEC_LAUNCHES.values():
+        for (codec, size), choices in lines.items():
+            assert codec in ("scalar", "trellis", "ternary")
+            assert size in ("small", "middle", "wide", "large", "huge")
+            for rows, launch in choices.items():
+                assert 1 <= rows <= MATVEC_ROWS
+                for number in (launch.outputs, launch.split):
+                    assert number & (number - 1) == 0
+                assert launch.warps % launch.split == 0
+                assert launch.warps * 32 <= 1024
+
+
+def test_the_table_goes_before_the_rule(monkeypatch):
+    line = {2: Launch(4, 1, 4), 8: Launch(2, 1, 4)}
+    monkeypatch.setitem(MATVEC_LAUNCHES["metal"], ("scalar", "middle"), line)
+    assert matvec_launch("metal", "scalar", 4096, 4096, 1, 16) == line[2]
+    assert matvec_launch("metal", "scalar", 4096, 4096, 3, 16) == line[8]
+    rule = launch_by_rule("metal", 4096, 4096, 1, 16)
+    assert matvec_launch("metal", "trellis", 4096, 4096, 1, 16) == rule
+
+
+def test_classes_of_sizes():
+    shapes = [(1536, 576), (4096, 4096), (4096, 14336), (14336, 4096), (128256, 4096)]
+    assert [size_class(*shape) for shape in shapes] == ["small", "middle", "wide", "large", "huge"]
