@@ -23,10 +23,9 @@ from kernel_timing import (
     kernel_seconds,
     random_weight,
 )
-from turboquant_mlx.kernels import gather, matvec, selection
+from turboquant_mlx.kernels import gather, matmul, matvec, selection
 from turboquant_mlx.kernels.dialect import Dialect
 from turboquant_mlx.kernels.dispatch import backend
-from turboquant_mlx.kernels.matmul import dense_blocks
 from turboquant_mlx.kernels.rotate import rotate_few, rotate_many
 from turboquant_mlx.kernels.selection import Launch
 from turboquant_mlx.quant.rotation import rotate
@@ -225,7 +224,9 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
         note("rotation, rows", rows, few=few, many=many, mlx=plain)
 
     def decoded(x, weight):
-        return mx.concatenate([x @ d.T for d, _, _ in dense_blocks(weight, x.dtype, dialect)], -1)
+        blocks = matmul.dense_blocks(weight, x.dtype, dialect)
+        parts = [x @ dense.T for dense, _, _ in blocks]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     weights = copies(lambda: random_weight(spec, *MATRIX), spec.packed_bytes(MATRIX))
     for rows in (4, 8, 16):
@@ -240,6 +241,21 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
         times = {"direct": kernel_seconds(direct, x, weights)}
         times["decoded"] = kernel_seconds(decoded, x, weights)
         note(f"{outputs} x {width}, rows", rows, **times)
+
+    x = mx.random.normal((512, width)).astype(mx.float16)
+    before = matmul.DECODED_BYTES
+    for mebibytes in (16, 32, 64, 128):
+        if time.monotonic() > end:
+            return results
+        matmul.DECODED_BYTES = mebibytes * 2**20
+        try:
+            ours = kernel_seconds(decoded, x, weights)
+        finally:
+            matmul.DECODED_BYTES = before
+        note(f"{outputs} x {width}, 512 rows, decoded MiB", mebibytes, ours=ours)
+    whole = [fp16(outputs, width) for _ in range(2)]
+    note(f"{outputs} x {width}, rows", 512, fp16=kernel_seconds(lambda x, w: x @ w.T, x, whole))
+    del weights, whole
 
     experts, _, width = STACK
     stacks = [random_weight(codes(width)["trellis3"], *STACK) for _ in range(2)]
