@@ -133,19 +133,20 @@ class CpuMatrix:
         self, x: mx.array, bounds: Sequence[int], dtype: mx.Dtype | None = None
     ) -> list[mx.array]:
         """The product by rows bounds[i] to bounds[i + 1] of W, for all i; see ``__call__``."""
-        dtype = dtype or x.dtype
-        ranges = list(pairwise(bounds))
+        dtype, lead = dtype or x.dtype, x.shape[:-1]
         if is_differentiated(x):
             y = self._product(x).astype(dtype)
-            return [y[..., start:stop] for start, stop in ranges]
-        # arrays that have their values, in their final form: each MLX operation on them would
-        # cost as much as a small product
-        y = self.multiply(as_numpy(x).reshape(-1, self.shape[1]))
-        lead = x.shape[:-1]
-        return [
-            mx.array(y[:, start:stop].reshape(*lead, stop - start), dtype=dtype)
-            for start, stop in ranges
-        ]
+        else:
+            values = self.multiply(as_numpy(x).reshape(-1, self.shape[1]))
+            if len(values) == 1:
+                # arrays that have their values, in their final form: for a single token each MLX
+                # operation on them would cost as much as a small product
+                return [
+                    mx.array(values[:, start:stop].reshape(*lead, stop - start), dtype=dtype)
+                    for start, stop in pairwise(bounds)
+                ]
+            y = mx.array(values.reshape(*lead, self.shape[0]), dtype=dtype)
+        return [y[..., start:stop] for start, stop in pairwise(bounds)]
 
     def _kept(self) -> np.ndarray | None:
         """The whole matrix, expanded now if it was not; None if it is not to be kept."""
