@@ -149,9 +149,11 @@ def predict(model: str, context: int, chunk: int) -> dict:
     """What the planner says for this machine."""
     if model == "made-up-1b":
         return predict_made_up(context, chunk)
-    from turboquant_mlx.plan.command import make_plan
+    import turboquant_mlx
 
-    return make_plan(model, context=context, prefill_step_size=chunk).to_dict()["projection"]
+    return turboquant_mlx.plan(model, context=context, prefill_step_size=chunk).to_dict()[
+        "projection"
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "get_quantized_kv_bits",
     "load",
     "maybe_quantize_kv_cache",
+    "plan",
     "quantize_weight",
     "turboquant_enabled",
     "validate_bits",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         maybe_quantize_kv_cache,
     )
     from .kvcache.spec import KVSpec, turboquant_enabled, validate_bits
+    from .plan.library import plan
     from .quant.spec import QuantSpec
     from .quant.weight import PackedWeight, dequantize_weight, quantize_weight
 
@@ -61,25 +63,26 @@ _HOMES = {
 }
 
 
-class _ConvertPackage(ModuleType):
-    """``turboquant_mlx.convert`` is a package and a function of the public API at once.
+class _CallablePackage(ModuleType):
+    """A package that is a function of the public API at once.
 
-    The import system binds the package to the name whenever a module inside it is imported, so a
+    The import system binds a package to its name whenever a module inside it is imported, so a
     function under the same name would come and go; a package that can be called is both, always.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert a checkpoint into a small one: ``convert(hf_path, mlx_path, **options)``.
+        """The function that ``_FUNCTIONS`` names."""
+        module, function = _FUNCTIONS[self.__name__.rpartition(".")[2]]
+        return getattr(importlib.import_module(module, self.__name__), function)(*args, **kwargs)
 
-        The options are those of ``convert.pipeline.convert`` (``overwrite``, ``progress``) and of
-        ``convert.options.ConvertOptions`` (``bits=4``, ``group_size=64``, ...); the result is a
-        ``convert.report.ConvertReport``.
-        """
-        return importlib.import_module(".pipeline", self.__name__).convert(*args, **kwargs)
 
+# Package -> where the function of the same name lives in it.
+_FUNCTIONS = {"convert": (".pipeline", "convert"), "plan": (".library", "plan")}
 
 if not TYPE_CHECKING:
-    importlib.import_module(".convert", __name__).__class__ = _ConvertPackage
+    for _name in _FUNCTIONS:
+        importlib.import_module(f".{_name}", __name__).__class__ = _CallablePackage
+    del _name
 
 
 def __getattr__(name: str) -> Any:

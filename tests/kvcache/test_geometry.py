@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterator
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,50 @@ from turboquant_mlx.kvcache.spec import KVSpec
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "tiny_configs.json").read_text()
 )
+# Two more that stay out of that file, because other tests run all of it: one brings a cache that
+# only its own model reads, the module of the other ends the program where a package is missing, and
+# takes one token at a time.
+DEEPSEEK_V41 = {
+    "model_type": "deepseek_v41",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "compress_ratios": [0, 7, 4, 1],
+    "kv_source_layer_ids": [1, 2, 3],
+    "index_source_layer_ids": [1, 3],
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "candidate_topk_blocks": 4,
+    "candidate_block_size": 2,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 2,
+}
+OLMO = {
+    "model_type": "olmo",
+    "d_model": 64,
+    "n_layers": 3,
+    "mlp_hidden_size": 128,
+    "n_heads": 4,
+    "vocab_size": 256,
+    "embedding_size": 256,
+    "weight_tying": False,
+}
 SPECS = (KVSpec(8, 3), KVSpec(3, 4, min_tokens=20))
 CONTEXTS = (40, 300)  # below and above all windows of the tiny configs, and a step of 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def experts_in_bfloat16() -> Iterator[None]:
-    """MLX's CPU build multiplies gathered experts in float32 only; caches do not depend on it."""
-    original = mx.gather_mm
-
-    def gather_mm(a: mx.array, b: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        wide = original(a.astype(mx.float32), b.astype(mx.float32), *args, **kwargs)
-        return wide.astype(a.dtype)
-
-    mx.gather_mm = gather_mm
-    yield
-    mx.gather_mm = original
+pytestmark = pytest.mark.usefixtures("experts_in_bfloat16")
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -85,6 +114,19 @@ class TestAgainstTheRealCaches:
         install(model, spec)
         predicted = describe(config).nbytes(CONTEXTS[-1], spec)
         assert predicted == pytest.approx(filled_bytes(model, CONTEXTS[-1]), rel=0.01)
+
+    def test_deepseek_v41_keeps_one_vector_for_several_tokens(self):
+        # 40 and 300 tokens leave groups of 7 open, whose tokens wait in float32
+        predicted = [describe(DEEPSEEK_V41).nbytes(context) for context in CONTEXTS]
+        assert predicted == real_bytes(DEEPSEEK_V41)
+
+    def test_olmo(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "hf_olmo", types.ModuleType("hf_olmo"))
+        model = build(OLMO)
+        caches = make_prompt_cache(model)
+        for _ in range(2):
+            mx.eval(model(mx.array([[5]]), cache=caches))
+        assert sum(cache.nbytes for cache in caches) == describe(OLMO).nbytes(2)
 
     def test_covers_nearly_all_that_mlx_lm_has(self):
         assert len(CONFIGS) >= 110

@@ -233,7 +233,7 @@ class TestUsage:
         code, checks, _ = doctor("--self-test")
         assert code == 0
         names = {name.partition("_")[0] for name in checks if name.startswith("self.")}
-        parts = {"rotation", "packing", "decode", "product", "experts", "cache"}
+        parts = {"rotation", "packing", "decode", "product", "experts", "cache", "attention"}
         assert names == {f"self.{part}" for part in parts}
 
     def test_text_is_one_line_a_check(self, converted, capsys):

@@ -129,10 +129,10 @@ class TestTheChunk:
         assert tight.step < 2048
         assert tight.peak <= 0.95 * mac(16).ceiling_bytes
 
-    def test_a_smaller_one_is_named_in_the_flags(self):
+    def test_a_smaller_one_is_a_warning_that_says_where_to_set_it(self):
         plan = plan_model(dense(5.4), mac(16), Request())
         step = plan.projection.step
-        assert any(flag.startswith(f"--prefill-step-size {step}") for flag in plan.verdict.flags)
+        assert any(f"prefill_step_size={step}" in text for text in plan.warnings)
 
     def test_a_given_one_is_kept(self):
         request = Request(prefill_step_size=384)
@@ -161,10 +161,10 @@ class TestTheVerdict:
         peak = plan_model(dense(9.5), mac(16), Request()).projection.peak
         assert peak <= int(limit) * MIB <= 16 * GIB
 
-    def test_experts_are_streamed_only_from_turboquant_models(self):
+    def test_a_source_that_is_too_large_is_referred_to_its_conversion(self):
         plan = plan_model(mixture(60), mac(32), Request())
         assert plan.verdict.mode == "no-fit"
-        assert "only TurboQuant models stream" in plan.verdict.reason
+        assert "--convert" in plan.verdict.reason
 
     def test_streaming_says_how_much_stays_and_where_the_cliff_is(self, monkeypatch):
         from turboquant_mlx.plan import projection
@@ -173,8 +173,27 @@ class TestTheVerdict:
         converted = replace(plan.weights, quantization="turboquant")
         verdict = projection.judge(converted, mac(32), plan.projection)
         assert verdict.mode == "streaming"
-        assert verdict.flags[0].startswith("--cache-budget-gb ")
-        assert f"below {plan.weights.token_experts / GB:.2f} GB" in verdict.flags[0]
+        assert f"below {plan.weights.token_experts / GB:.2f} GB" in verdict.reason
+
+    def test_streaming_is_not_in_this_version_and_no_flag_is_made_up(self):
+        from turboquant_mlx.plan import projection
+
+        plan = plan_model(mixture(60), mac(32), Request())
+        converted = replace(plan.weights, quantization="turboquant")
+        verdict = projection.judge(converted, mac(32), plan.projection)
+        assert "this version cannot" in verdict.reason
+        assert not verdict.runnable
+        assert verdict.flags == ()
+
+    def test_every_flag_is_an_option_of_the_command_that_generates(self):
+        from turboquant_mlx.generate.parser import build_parser
+
+        known = {text for action in build_parser()._actions for text in action.option_strings}
+        kv = KVSpec(8, 3, key_scheme="uniform", group_size=32, min_tokens=16, start=5)
+        flags = plan_model(dense(4), mac(64), Request(kv=kv, ngram_offload=True)).verdict.flags
+        words = [word for flag in flags for word in flag.split() if word.startswith("--")]
+        assert len(words) >= 7
+        assert set(words) <= known
 
     def test_below_the_experts_of_one_token_streaming_is_no_help(self):
         from turboquant_mlx.plan import projection

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from .architectures import table
-from .pieces import Attention, Layer, Piece, State, UnknownGeometryError
+from .pieces import STEP, Attention, Layer, Piece, State, UnknownGeometryError
 from .spec import KVSpec
 
 __all__ = [
@@ -33,16 +33,12 @@ __all__ = [
     "text_config",
 ]
 
-STEP = 256
-"""Tokens by which mlx-lm's caches grow."""
 PACKED_STEP = 16
 """Tokens by which packed caches grow at least."""
 
 # Keys of the part of a config that describes the language model, in models that do more than text.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language_model_config", "lm_config")
 _NESTING = ("thinker_config",)
-
-LayerKind = Literal["full", "window", "chunked", "latent", "index", "state"]
 
 
 def packed_kv_bytes(tokens: int, heads: int, key_dim: int, value_dim: int, spec: KVSpec) -> int:
@@ -92,7 +88,8 @@ class Geometry:
     def bytes_by_kind(
         self, context: int, kv: KVSpec | None = None, element_bytes: int = 2
     ) -> dict[str, int]:
-        """The same by kind of piece: "full", "window", "chunked", "latent", "index", "state"."""
+        """The same by kind of piece: "full", "window", "chunked", "latent", "index", "compressed",
+        "state"."""
         result: dict[str, int] = {}
         for piece, spec in self._specs(kv):
             size = piece_bytes(piece, context, spec, element_bytes)
@@ -140,6 +137,8 @@ def packing(piece: Piece, kv: KVSpec | None) -> KVSpec | None:
     """How TurboQuant packs this cache; None for one that stays as the model makes it."""
     if kv is None or not isinstance(piece, Attention):
         return None
+    if not piece.value_dim:  # one vector is key and value at once, in a cache of the model's own
+        return None
     if piece.kind == "window" and piece.window is not None:
         return kv.for_window(piece.window)
     return kv if piece.kind in ("full", "latent") else None
@@ -160,7 +159,8 @@ def piece_bytes(piece: Piece, context: int, kv: KVSpec | None, element_bytes: in
     per_token = piece.heads * (piece.key_dim + piece.value_dim) * element_bytes
     spec = packing(piece, kv)
     if spec is None:
-        return _capacity(piece, context) * per_token
+        waiting = context % piece.ratio * piece.open_floats * 4
+        return _capacity(piece, context) * per_token + waiting
     if context < spec.warm_tokens:
         return packed_capacity(context) * per_token
     columns = packed_capacity(context, piece.window)
@@ -186,10 +186,13 @@ def packed_capacity(tokens: int, window: int | None = None) -> int:
 
 def _capacity(piece: Attention, context: int) -> int:
     if piece.window is None or context <= 0:
-        return round_up(max(context, 0))
+        vectors = max(context, 0) // piece.ratio
+        return -(-vectors // piece.step) * piece.step
     if piece.kind == "chunked":
         # cut to the chunk before each token, then grown by a step again
         return round_up(context) if context <= piece.window else piece.window + STEP
+    if piece.step == 1:
+        return min(piece.window, context)
     # the prompt as it is, then one step of growth for the first generated token
     return min(piece.window, context - 1 + STEP)
 

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import cli
 from ..errors import OptionError, TurboQuantError
-from . import DEFAULT_CONTEXT
 from .options import PlanParser, add_shared_options, machine_of, request_of
 
 # What does the work is imported when there is work: --help has to answer at once.
 if TYPE_CHECKING:
-    from ..kvcache.spec import KVSpec
     from .headers import ModelFiles
-    from .machine import Machine
     from .projection import Plan
 
 _DESCRIPTION = """\
@@ -70,34 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(_command, argv)
 
 
-def make_plan(
-    model: str,
-    *,
-    context: int = DEFAULT_CONTEXT,
-    kv: KVSpec | None = None,
-    prefill_step_size: int | None = None,
-    machine: Machine | None = None,
-) -> Plan:
-    """Plan a model from Python.
-
-    Args:
-        model: folder or hub repository.
-        context: tokens of prompt and answer.
-        kv: packing of the cache, None for 16 bits.
-        prefill_step_size: tokens per prefill chunk, None for the largest safe one.
-        machine: what to plan for, None for this one.
-
-    Raises:
-        TurboQuantError: no such model, damaged files, bad values.
-    """
-    from .headers import open_model
-    from .machine import detect
-    from .projection import Request, plan_model
-
-    request = Request(context, kv, prefill_step_size)
-    return plan_model(open_model(model), machine or detect(), request)
-
-
 def _command(argv: Sequence[str] | None) -> int:
     args = build_parser().parse(argv)
     from .report import error_dict, plan_dict, plan_text
@@ -125,26 +94,15 @@ def _plan(args: Any) -> Plan:
     request = request_of(args)
     machine = machine_of(args)
     model = open_model(args.model)
-    extras: dict[str, Any] = {}
-    source = model
-    if args.convert is not None:
-        from .conversion import convert_projection, parse_options
+    if args.convert is None:
+        plan = plan_model(model, machine, request)
+    else:
+        from .conversion import plan_converted
 
-        options = parse_options(args.convert)
-        conversion = convert_projection(model, options, args.convert)
-        extras["conversion"] = {
-            "options_text": args.convert or "the defaults",
-            "options": options.to_dict(),
-            "source_bytes": model.weight_bytes,
-            "weight_bytes": conversion.weight_bytes,
-            "mtp_bytes": conversion.mtp_bytes,
-            "exact": conversion.exact,
-            "notices": list(conversion.notices),
-        }
-        model = conversion.as_model(model)
-    plan = plan_model(model, machine, request)
+        plan = plan_converted(model, args.convert, machine, request)
+    extras = dict(plan.extras)
     if args.all_bits:
-        extras["table"] = _table(source, plan)
+        extras["table"] = _table(model, plan)
     if args.speed:
         extras["speed"] = _speed(plan)
     return replace(plan, extras=extras)

@@ -23,6 +23,8 @@ from ..checkpoint.headers import LENGTH_BYTES, TensorInfo
 from ..convert.options import BITS, ConvertOptions, load_tiers, parse_layer_ranges
 from ..errors import OptionError, UnsupportedModelError
 from .headers import ModelFiles
+from .machine import Machine
+from .projection import Plan, Request, plan_model
 from .weights import read_manifest
 
 UNASSIGNED = "(shared out by --target-bpw)"
@@ -127,6 +129,30 @@ def _value(name: str, default: Any, text: str | None) -> Any:
         except ValueError:
             continue
     return text
+
+
+def plan_converted(model: ModelFiles, text: str, machine: Machine, request: Request) -> Plan:
+    """The plan of a source as ``turboquant-convert`` would leave it.
+
+    Args:
+        text: the converter's options, as ``parse_options`` takes them.
+
+    Raises:
+        OptionError, UnsupportedModelError: as ``parse_options`` and ``convert_projection``.
+    """
+    options = parse_options(text)
+    conversion = convert_projection(model, options, text)
+    plan = plan_model(conversion.as_model(model), machine, request)
+    found = {
+        "options_text": text or "the defaults",
+        "options": options.to_dict(),
+        "source_bytes": model.weight_bytes,
+        "weight_bytes": conversion.weight_bytes,
+        "mtp_bytes": conversion.mtp_bytes,
+        "exact": conversion.exact,
+        "notices": list(conversion.notices),
+    }
+    return dataclasses.replace(plan, extras={**plan.extras, "conversion": found})
 
 
 def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) -> Conversion:

@@ -17,9 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..errors import OptionError
+
 GIB = 2**30
 GB = 10**9
 MIB = 2**20
+MOST_GB = 1e6
+"""Memory of no machine that anybody has, in GB."""
 
 BackendName = Literal["metal", "cuda", "cpu"]
 
@@ -113,6 +117,16 @@ def with_overrides(
     assert ram is not None
     basis = "Metal's usual share of --ram-gb (estimated)"
     return Machine("metal", "", ram, metal_working_set(ram), basis, assumed=True)
+
+
+def described(ram_gb: float | None, wired_gb: float | None) -> Machine:
+    """The machine that the user describes, else this one."""
+    if ram_gb is None and wired_gb is None:
+        return detect()
+    for value, name in ((ram_gb, "ram_gb"), (wired_gb, "wired_gb")):
+        if value is not None and not 0 < value <= MOST_GB:
+            raise OptionError(f"{name} {value:g} is not a size in GB, above 0 and at most 10^6")
+    return with_overrides(None, ram_gb, wired_gb)
 
 
 def metal_working_set(ram_bytes: int) -> int:

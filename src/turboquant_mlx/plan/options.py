@@ -63,8 +63,8 @@ def add_shared_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--ngram-offload",
         action="store_true",
-        help="plan with the n-gram table served from disk (Qwen3.8-Flash-Next), as the "
-        "--ngram-offload of the other commands does",
+        help="plan with the n-gram table served from disk (Qwen3.8-Flash-Next); no command of this "
+        "version does so yet",
     )
     add_kv_options(parser)
     machine = parser.add_argument_group("another machine", "Without these, the one that this is.")
@@ -102,10 +102,9 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine to plan for."""
-    from .machine import detect, with_overrides
+    from .machine import described
 
-    described = args.ram_gb is not None or args.wired_gb is not None
-    return with_overrides(None if described else detect(), args.ram_gb, args.wired_gb)
+    return described(args.ram_gb, args.wired_gb)
 
 
 def _number(check: Callable[[float], bool], wanted: str) -> Callable[[str], float]:

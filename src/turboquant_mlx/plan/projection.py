@@ -25,6 +25,9 @@ CHUNKS = (2048, 1024, 512, 256, 128)
 SAFE_SHARE = 0.95
 """Share of the ceiling that a chunk chosen here may fill."""
 
+# Whether this version has a command that streams experts from disk.
+CAN_STREAM = False
+
 Mode = Literal["resident", "streaming", "no-fit", "unknown"]
 
 # Arrays of one layer while a chunk passes: residual, norm, its rotation, q/k/v and the output in
@@ -162,7 +165,8 @@ class Verdict:
     """The answer.
 
     Attributes:
-        mode: "resident" (all in memory), "streaming" (experts from disk), "no-fit", "unknown".
+        mode: "resident" (all in memory), "streaming" (it would fit if its experts came from disk),
+            "no-fit", "unknown".
         needs_wired_bump: whether it is resident only with a raised wired limit.
         reason: one line.
         flags: what to add to a command line, and why.
@@ -177,8 +181,8 @@ class Verdict:
 
     @property
     def runnable(self) -> bool:
-        """Whether it runs on the machine, perhaps after the commands."""
-        return self.mode in ("resident", "streaming")
+        """Whether this version runs it on the machine, perhaps after the commands."""
+        return self.mode == "resident" or (self.mode == "streaming" and CAN_STREAM)
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,18 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
         )
     if request.ngram_offload and not weights.ngram:
         warnings.append("--ngram-offload has no effect: this model has no n-gram table")
+    elif request.ngram_offload:
+        warnings.append(
+            "--ngram-offload is planned for, but no command of this version keeps the table on "
+            f"disk: until one does, {weights.ngram / GB:.2f} GB more are needed"
+        )
+    step = projection.step
+    if step != CHUNKS[0] and request.prefill_step_size is None:
+        warnings.append(
+            f"it fits only if prompts are read in chunks of {step} tokens and not of "
+            f"{CHUNKS[0]}: in Python prefill_step_size={step}, in mlx-lm's own commands "
+            f"--prefill-step-size {step}"
+        )
     if machine.device_basis.endswith("(estimated)"):
         warnings.append(f"the ceiling is an estimate: {machine.device_basis}")
     if machine.backend == "cpu" and not machine.assumed:
@@ -282,7 +298,7 @@ def _kv_basis(geometry: Geometry, request: Request) -> str:
 
 def _kv_note(geometry: Geometry, kv: KVSpec | None) -> str:
     """How many caches of which kind, and how many of them are packed."""
-    kinds = ("full", "window", "chunked", "latent", "index", "state")
+    kinds = ("full", "window", "chunked", "latent", "compressed", "index", "state")
     counts = [f"{geometry.count(kind)} {kind}" for kind in kinds if geometry.count(kind)]
     text = ", ".join(counts) or "none"
     if kv is None:
@@ -369,7 +385,7 @@ def _attention(
     if machine.backend == "cpu":
         return scores, 0
     kinds = geometry.bytes_by_kind(context, request.kv)
-    growing = sum(kinds.get(kind, 0) for kind in ("full", "latent", "index"))
+    growing = sum(kinds.get(kind, 0) for kind in ("full", "latent", "index", "compressed"))
     return scores, int(_GROWTH_SHARE * growing)
 
 
@@ -420,27 +436,26 @@ def _judge_streaming(weights: Weights, projection: Projection, flags: tuple[str,
     if weights.quantization != "turboquant":
         return Verdict(
             "no-fit",
-            reason="only TurboQuant models stream their experts from disk; converted, it could run",
+            reason="it needs more memory than the machine has; --convert shows what would be left "
+            "of it after a conversion",
         )
-    budget = f"--cache-budget-gb {hot / GB:.1f}"
-    share = hot / weights.experts
+    missing = "" if CAN_STREAM else ", which this version cannot do"
     return Verdict(
         "streaming",
-        reason=f"experts have to be streamed from disk; {share:.0%} of them stay in memory",
-        flags=(f"{budget}  (hot experts; below {cliff / GB:.2f} GB every token waits)", *flags),
+        reason=f"its experts would have to be streamed from disk{missing}: "
+        f"{hot / GB:.1f} GB are left for them, {hot / weights.experts:.0%} of them all; below "
+        f"{cliff / GB:.2f} GB every token would wait for the disk",
+        flags=flags,
     )
 
 
 def _flags(projection: Projection) -> tuple[str, ...]:
+    """Options of turboquant-generate; each has to exist there."""
     flags = []
     request = projection.request
-    if projection.step != CHUNKS[0] and request.prefill_step_size is None:
-        flags.append(f"--prefill-step-size {projection.step}  (a larger chunk would not be safe)")
     kv = request.kv
     if kv is not None:
         flags.append(f"{_kv_flags(kv)}  (key-value cache {kv.describe()})")
-    if request.ngram_offload:
-        flags.append("--ngram-offload  (n-gram tables stay on disk)")
     return tuple(flags)
 
 

@@ -17,7 +17,7 @@ SCHEMA = 2
 
 _HEADLINES = {
     "resident": "FITS: all in memory",
-    "streaming": "FITS by streaming experts from disk",
+    "streaming": "DOES NOT FIT as a whole",
     "no-fit": "DOES NOT FIT",
     "unknown": "UNKNOWN",
 }

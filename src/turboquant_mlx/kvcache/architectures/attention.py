@@ -205,6 +205,11 @@ def phixtral(c: Settings) -> list[Layer]:
     return [(Attention(c.number("num_heads"), dim, dim),)] * c.number("num_layers")
 
 
+def olmo(c: Settings) -> list[Layer]:
+    dim = divide(c.number("d_model"), c.number("n_heads"))
+    return [(Attention(c.number("n_heads"), dim, dim),)] * c.number("n_layers")
+
+
 def qwen1(c: Settings) -> list[Layer]:
     dim = c.number("kv_channels")
     return [(Attention(c.heads, dim, dim),)] * c.layers

@@ -8,6 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v41": {
+        "num_hidden_layers": 40,
+        "head_dim": 512,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+    },
+    "gear": {"sliding_window": 512, "conv_L_cache": 3},
     "cohere": {
         "hidden_size": 8192,
         "num_hidden_layers": 40,

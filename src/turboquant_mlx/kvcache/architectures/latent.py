@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..pieces import Attention, Layer, State
+from ..pieces import Attention, Layer, State, UnknownGeometryError
 from .attention import full_layer
 from .settings import Settings
 
@@ -56,4 +56,30 @@ def minimax_m3(c: Settings) -> list[Layer]:
             layers.append((*full_layer(c), Attention(1, dim, 0, "index")))
         else:
             layers.append(full_layer(c))
+    return layers
+
+
+def deepseek_v41(c: Settings) -> list[Layer]:
+    """A window of one vector per token, which is key and value at once. Source layers keep vectors
+    that stand for ``compress_ratios`` tokens each, and index keys, for the layers after them too.
+    Nothing grows in steps: each token's arrays are made anew."""
+    dim, index = c.number("head_dim"), c.number("index_head_dim")
+    ratios = c.sequence("compress_ratios") or []
+    keeps = set(c.sequence("kv_source_layer_ids") or [])
+    indexes = set(c.sequence("index_source_layer_ids") or [])
+    window = Attention(1, dim, 0, "window", c.number("sliding_window"), step=1)
+    layers: list[Layer] = []
+    for i in range(c.layers):
+        ratio = ratios[i] if i < len(ratios) else 0
+        if isinstance(ratio, bool) or not isinstance(ratio, int) or not 0 <= ratio < 1 << 20:
+            raise UnknownGeometryError(f"config.json: compress ratio {ratio!r} is not a size")
+        layer = [window]
+        if ratio and i in keeps:
+            waiting = 2 * dim if ratio > 1 else 0
+            layer.append(
+                Attention(1, dim, 0, "compressed", ratio=ratio, step=1, open_floats=waiting)
+            )
+            if i in indexes:
+                layer.append(Attention(1, index, 0, "index", ratio=ratio, step=1))
+        layers.append(tuple(layer))
     return layers

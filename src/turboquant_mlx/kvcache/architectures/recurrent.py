@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..pieces import Attention, Layer, State, UnknownGeometryError
-from .attention import full_layer, plain
+from .attention import full_layer, plain, window_layer
 from .latent import latent_piece
 from .settings import Rule, Settings, divide
 
@@ -171,6 +171,21 @@ def lfm2(c: Settings) -> list[Layer]:
     conv: Layer = (State(values=(c.number("conv_L_cache") - 1) * c.number("hidden_size")),)
     full: Layer = (Attention(c.kv_heads, c.derived_head_dim, c.derived_head_dim),)
     return [full if i in full_layers else conv for i in range(c.layers)]
+
+
+def gear(c: Settings) -> list[Layer]:
+    """Attention of all tokens, of a window, or convolutions over keys and over values."""
+    types = c.sequence("layer_types", c.layers) or ["full_attention"] * c.layers
+    taps = c.number("conv_L_cache") - 1
+    kinds: dict[str, Layer] = {
+        "full_attention": full_layer(c),
+        "sliding_attention": window_layer(c, c.number("sliding_window")),
+        "conv_mixer": (State(values=2 * taps * c.kv_heads * c.head_dim),),
+    }
+    for t in types[: c.layers]:
+        if t not in kinds:
+            raise UnknownGeometryError(f"config.json: layer type {t!r} is none of gear's")
+    return [kinds[t] for t in types[: c.layers]]
 
 
 def baichuan_m1(c: Settings) -> list[Layer]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..pieces import Layer, UnknownGeometryError
 from .defaults import DEFAULTS
+from .vision_defaults import VISION_DEFAULTS
 
 # The largest number that any field of an honest config has.
 _LARGEST = 1 << 40
@@ -25,7 +26,7 @@ class Settings:
         self.outer = outer
         self.assumed: dict[str, Any] = {}
         self._config = config
-        self._defaults = DEFAULTS.get(model_type, {})
+        self._defaults = DEFAULTS.get(model_type) or VISION_DEFAULTS.get(model_type, {})
 
     def has(self, name: str) -> bool:
         """Whether a value is given (null counts as absent)."""
@@ -91,7 +92,11 @@ class Settings:
 
     @property
     def kv_heads(self) -> int:
-        return self.number("num_key_value_heads", self.heads)
+        name = "num_key_value_heads"
+        # null is not absent here: every class takes it for "as many as there are heads"
+        if name in self._config and self._config[name] is None:
+            return self.heads
+        return self.number(name, self.heads)
 
     @property
     def derived_head_dim(self) -> int:

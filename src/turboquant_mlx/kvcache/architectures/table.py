@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..pieces import UnknownGeometryError
-from . import attention, latent, recurrent
+from . import attention, latent, recurrent, vision
 from .settings import Rule, Settings
 
 
@@ -24,7 +24,7 @@ def find(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, Setti
         kinds = config.get("architectures") or []
         if "BailingMoeV3ForCausalLM" in kinds:
             outer = inner = "bailing_moe_v3"
-    for candidate in (_OUTER_FIRST.get(str(outer)), inner, outer):
+    for candidate in (_OUTER_FIRST.get(ALIASES.get(str(outer), str(outer))), inner, outer):
         name = _canonical(candidate)
         if name is not None:
             return name, Settings(name, text, config)
@@ -37,6 +37,9 @@ def _canonical(model_type: Any) -> str | None:
     name = ALIASES.get(model_type, model_type)
     if name in RULES:
         return name
+    lower = model_type.lower()  # as mlx-vlm does
+    if lower != model_type:
+        return _canonical(lower)
     for suffix in ("_text", "_language"):
         base = name.removesuffix(suffix)
         base = ALIASES.get(base, base)
@@ -117,8 +120,43 @@ RULES: dict[str, Rule] = {
     "talkie": attention.talkie,
     "exaone": attention.exaone,
     "afm7": attention.afm7,
+    "olmo": attention.olmo,
+    "gear": recurrent.gear,
+    "deepseek_v41": latent.deepseek_v41,
 }
 """Model type -> rule, under the names of mlx-lm's modules."""
+
+# What only mlx-vlm loads. Where such a type wraps a language model, its own class reads the nested
+# config, whatever type that calls itself.
+VISION_RULES: dict[str, Rule] = {
+    **_family(
+        attention.plain,
+        "glm_ocr hunyuan_vl internvl_chat jina_vlm k2_horizon limite "
+        "llada2_moe mage_vl molmo2 molmo_point moondream3 nemotron_labs_diffusion paddleocr_vl",
+    ),
+    **_family(
+        attention.plain_derived,
+        "dots_ocr fastvlm got granite4_vision granite_vision idefics2 llava_bunny llava_next "
+        "llava_onevision locateanything moondream2 multi_modality phi3_v phi4_siglip phi4mm",
+    ),
+    "aya_vision": lambda c: attention.every(c, "sliding_window_pattern"),
+    **_family(attention.by_layer_types(), "cohere_compass kolibri1"),
+    "cohere2_moe": vision.cohere2_moe,
+    "flint": vision.flint,
+    "hrm_text": vision.hrm_text,
+    "molmo": vision.molmo,
+    "mimo_v2": attention.mimo_v2,
+    "step3p7": attention.step3p5,
+    **_family(
+        vision.deepseek_v2_of_vision, "deepseek_vl_v2 deepseekocr deepseekocr_2 unlimited_ocr"
+    ),
+    **_family(latent.latent, "mistral_large3 xing4_0 youtu_vl"),
+    "deepseek_v4": vision.deepseek_v4,
+    "inkling": vision.inkling,
+    "plamo2vl": recurrent.plamo2,
+    "zaya1_vl": vision.zaya,
+}
+RULES |= VISION_RULES
 
 ALIASES: dict[str, str] = {
     # what mlx-lm itself loads with another type's class
@@ -152,14 +190,41 @@ ALIASES: dict[str, str] = {
     "ernie4_5_moe_vl": "ernie4_5_moe",
     "paligemma": "gemma2",
     "granitemoeshared": "granitemoe",
+    "deepseek_v41_text": "deepseek_v41",
+    "prism_hadamard_qwen35": "qwen3_5",
+    "minicpmv4_6": "qwen3_5",
+    "minicpmv4_7": "qwen3_5_moe",
+    "nemotron_h_nano_omni": "nemotron_h",
+    "nemotron_nas": "nemotron-nas",
+    "klear": "Klear",
+    "lille_130m": "lille-130m",
+    # other spellings that mlx-vlm knows
+    "bunny-llama": "llava_bunny",
+    "cohere2_vision": "aya_vision",
+    "cohere2moe": "cohere2_moe",
+    "granite-vision": "granite_vision",
+    "granite4-vision": "granite4_vision",
+    "inkling_mm_model": "inkling",
+    "jvlm": "jina_vlm",
+    "llava-qwen2": "llava_bunny",
+    "llava_qwen2": "fastvlm",
+    "moondream1": "moondream2",
+    "muse_spark_open": "muse_spark",
+    "nemotron_h_omni": "nemotron_h",
+    "nemotron_h_puzzle": "nemotron_h",
+    "nemotronh_nano_omni_reasoning_v3": "nemotron_h",
+    "phi4-siglip": "phi4_siglip",
+    "unlimited-ocr": "unlimited_ocr",
 }
 
 # Here the wrapper decides and not the type of the text inside it.
 _OUTER_FIRST = {
-    "gemma3": "gemma3",
-    "llama4": "llama4",
-    "kimi_vl": "kimi_vl",
-    "kimi_k25": "kimi_k25",
+    "minimax_m3": "minimax_m3_vl",
+    **{
+        name: name
+        for name in (
+            *("gemma3", "llama4", "kimi_vl", "kimi_k25", "kimi_k3", "muse_spark", "minimax_m3_vl"),
+            *VISION_RULES,
+        )
+    },
 }
-_OUTER_FIRST |= {"kimi_k3": "kimi_k3", "muse_spark": "muse_spark"}
-_OUTER_FIRST |= {"minimax_m3_vl": "minimax_m3_vl", "minimax_m3": "minimax_m3_vl"}

@@ -66,7 +66,7 @@ def check_type(model: ModelFiles) -> Check:
         return warned(
             "model.type",
             f"{name} is known to mlx-vlm only",
-            "use python -m turboquant_mlx.generate_vlm",
+            "mlx-vlm's own commands run it: python -m mlx_vlm.generate",
         )
     if importlib.util.find_spec("mlx_lm") is None:
         return warned("model.type", f"{name}: mlx-lm is not installed, nobody can tell")

@@ -1,7 +1,8 @@
 """Computes a little of everything on the user's own device and compares it with its reference.
 
-For bug reports: each line names the back-end's part, the largest relative error and the time of
-one call. Inputs come from fixed seeds. Imports MLX.
+For bug reports: each line names the back-end that answered, the largest relative error and the time
+of one call. Inputs come from fixed seeds. Whatever one test raises, the others still run. Imports
+MLX.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def self_test() -> list[Check]:
     for name, work in _tests():
         try:
             error, limit, seconds = work()
+            where = _backend()
         except Exception as problem:  # whatever a driver or a compiler raises is the finding
             text = " ".join(str(problem).split()) or type(problem).__name__
             checks.append(failed(f"self.{name}", text, "please report this with the whole output"))
             continue
-        message = f"error {error:.1e} of at most {limit:.0e}, {1e3 * seconds:.2f} ms"
+        message = f"{where}: error {error:.1e} of at most {limit:.0e}, {1e3 * seconds:.2f} ms"
         if error <= limit:
             checks.append(passed(f"self.{name}", message))
         else:
@@ -57,6 +59,14 @@ def _tests() -> Iterator[tuple[str, Callable[[], Result]]]:
         yield f"experts_{label}", partial(_experts, spec)
     for label, width in (("64", 64), ("128", 128), ("80", 80)):
         yield f"cache_{label}", partial(_cache, width)
+        for keys, values in ((8, 3), (3, 4)):
+            yield f"attention_{label}_k{keys}v{values}", partial(_attention, width, keys, values)
+
+
+def _backend() -> str:
+    from ...kernels.dispatch import backend
+
+    return backend()
 
 
 def _specs() -> dict[str, Any]:
@@ -167,6 +177,32 @@ def _cache(width: int) -> Result:
     )
     seconds = _time(lambda: mx.array(cache.keys_and_values()[0]))
     return error, CACHE_ERROR, seconds
+
+
+def _attention(width: int, key_bits: int, value_bits: int) -> Result:
+    """One query's attention over a packed cache, against plain attention over what it decodes to:
+    a kernel on a GPU, the reference on a CPU."""
+    import mlx.core as mx
+
+    from ...kvcache.attend import attend
+    from ...kvcache.cache import TurboQuantKVCache
+    from ...kvcache.spec import KVSpec
+
+    heads, tokens, scale = 2, 300, width**-0.5
+    cache = TurboQuantKVCache(spec=KVSpec(key_bits, value_bits))
+    shape = (1, heads, tokens, width)
+    keys, values = (x.astype(mx.bfloat16) for x in (_normal(shape), _normal((*shape, 1))[..., 0]))
+    cache.update_and_fetch(keys, values)
+    queries = _normal((1, 2 * heads, 1, width)).astype(mx.bfloat16)
+    decoded = [x.astype(mx.float32) for x in cache.store.decoded(tokens)]
+    wide = [mx.repeat(x, 2, axis=1) for x in decoded]
+    scores = scale * queries.astype(mx.float32) @ wide[0].swapaxes(-1, -2)
+    wanted = mx.softmax(scores, axis=-1) @ wide[1]
+
+    def work() -> Any:
+        return attend(queries, cache.store, scale=scale)
+
+    return _distance(work(), wanted), PRODUCT_ERROR, _time(work)
 
 
 def _normal(shape: tuple[int, ...]) -> Any:
