@@ -12,5 +12,5 @@ def widen(values: np.ndarray) -> np.ndarray:
     cache four times as fast as MLX does.
     """
     if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.left_shift(values, np.uint32(16)).view(np.float32)
     return values.astype(np.float32, copy=False)
