@@ -94,7 +94,8 @@ class PackedLayer(nn.Module):
 
         A decoded copy is stale when this has changed (the held arrays are compared by identity).
         """
-        return (self.codes, self.scales, self.table, self.group.multiplier, self.use_qjl)
+        arrays = (self["codes"], self["scales"], self["table"])  # attributes are looked up slowly
+        return (*arrays, self.group.multiplier, self.use_qjl)
 
     def _extra_repr(self) -> str:
         spec = self.spec

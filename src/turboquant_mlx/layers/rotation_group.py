@@ -53,13 +53,13 @@ class RotationGroup:
     def multiplier(self) -> mx.array:
         """Input multiplier [width]."""
         assert self.leader is not None, "a rotation group was used before it was complete"
-        return self.leader.multiplier
+        return self.leader["multiplier"]
 
     @property
     def qjl_multiplier(self) -> mx.array:
         """Random signs of the QJL sketch [width]."""
         assert self.leader is not None, "a rotation group was used before it was complete"
-        return self.leader.qjl_multiplier
+        return self.leader["qjl_multiplier"]
 
     def read(self, x: mx.array, *, rotated: bool, dtype: mx.Dtype) -> mx.array:
         """The input as its layers multiply it, made once for all of them.
