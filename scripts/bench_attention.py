@@ -35,7 +35,7 @@ from turboquant_mlx.kernels.dispatch import backend, kernels_of_backend, why_bac
 from turboquant_mlx.kernels.kv_selection import AttendLaunch
 from turboquant_mlx.kvcache import attend as attend_module
 from turboquant_mlx.kvcache.attend import attend, reference, why_reference
-from turboquant_mlx.kvcache.codec import kernel_sides
+from turboquant_mlx.kvcache.codec import kernel_facts, kernel_sides
 from turboquant_mlx.kvcache.spec import KVSpec
 from turboquant_mlx.kvcache.store import PackedStore
 
@@ -283,7 +283,7 @@ def with_launch(launch: AttendLaunch, dialect: Any, q: mx.array, store: PackedSt
         store.values,
         dialect,
         sides=kernel_sides(store.key_codec, store.value_codec),
-        facts=attend_module.kernel_facts(store.key_codec, store.value_codec),
+        facts=kernel_facts(store.key_codec, store.value_codec),
         rows=attend_module.kernel_rows(store),
         scale=SCALE,
         shift=store.shift,

@@ -141,7 +141,7 @@ def _scalar(value: float) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def _meta(
+def meta_of(
     rows: KVRows, splits: int, capacity: int, raw_capacity: int, strides: tuple[int, int, int]
 ) -> mx.array:
     """The numbers that change while a text grows; one array serves all layers of a step."""
@@ -335,7 +335,7 @@ def kv_attend(
     )
     splits = attend_splits(dialect, made.launch, made.groups, rows.columns)
     raw_keys, raw_values = raw if has_raw and raw is not None else (facts, facts)
-    meta = _meta(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
+    meta = meta_of(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
     parts = splits + special
     lead = (batch * kv_heads, parts, heads // kv_heads * length)
     sums, marks = ATTEND[made.launch.tensor].launch(

@@ -9,7 +9,6 @@ with the context.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +17,7 @@ import numpy as np
 from ..kernels import dispatch, kv_attend
 from ..kernels.blas import one_thread
 from ..quant.bfloat16 import widen
-from ..quant.codebook import lloyd_max
-from .codec import Array, Parts, SideCodec, kernel_sides, signs
+from .codec import Array, Parts, SideCodec, kernel_facts, kernel_sides
 from .store import PackedStore
 
 MAX_QUERIES = 8
@@ -96,19 +94,6 @@ def why_reference(queries: mx.array, store: PackedStore, mask: mx.array | str | 
         (store.keys[0], store.values[0]),
         mask if isinstance(mask, mx.array) else None,
     )
-
-
-@lru_cache(maxsize=64)
-def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
-    """What the attention kernels need to know of the codecs."""
-    codecs = (key, value)
-    facts = kv_attend.constants(
-        kernel_sides(key, value),
-        [signs(c.width, c.side) if c.rotated else np.ones(c.width) for c in codecs],
-        [lloyd_max(c.bits) if c.rotated else np.zeros(1 << c.bits) for c in codecs],
-    )
-    mx.eval(facts)
-    return facts
 
 
 def kernel_rows(store: PackedStore) -> kv_attend.KVRows:

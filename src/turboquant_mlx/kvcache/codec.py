@@ -29,6 +29,7 @@ import numpy as np
 
 from ..kernels import dispatch, kv_store
 from ..kernels.kv_attend import KVSide
+from ..kernels.kv_attend import constants as attend_constants
 from ..quant.bfloat16 import widen
 from ..quant.codebook import boundaries, lloyd_max
 from ..quant.packing import pack_codes, unpack_codes
@@ -356,6 +357,19 @@ def kernel_sides(key: SideCodec, value: SideCodec) -> tuple[KVSide, KVSide]:
         for c in (key, value)
     )
     return one, two
+
+
+@lru_cache(maxsize=64)
+def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
+    """What the kernels that read packed arrays need to know of the codecs."""
+    codecs = (key, value)
+    facts = attend_constants(
+        kernel_sides(key, value),
+        [signs(c.width, c.side) if c.rotated else np.ones(c.width) for c in codecs],
+        [lloyd_max(c.bits) if c.rotated else np.zeros(1 << c.bits) for c in codecs],
+    )
+    mx.eval(facts)
+    return facts
 
 
 @lru_cache(maxsize=64)

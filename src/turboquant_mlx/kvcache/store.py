@@ -26,7 +26,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import OptionError
-from .codec import Parts, SideCodec, encode_sides, fold
+from ..kernels import dispatch, kv_expand
+from ..kernels.kv_attend import KVRows
+from .codec import Parts, SideCodec, encode_sides, fold, kernel_facts, kernel_sides
 from .spec import MEAN_TOKENS, KVSpec
 
 MEAN_SHARE = 0.7
@@ -312,6 +314,10 @@ class PackedStore:
         """
         assert self.raw_keys is not None and self.raw_values is not None
         raw_lengths = [min(n, columns) for n in self.raw_lengths()]
+        if any(self.frozen) and columns:
+            made = self._decoded_by_kernel(raw_lengths, columns)
+            if made is not None:
+                return made
         out = []
         for codec, parts, shift, raw in (
             (self.key_codec, self.keys, self.shift, self.raw_keys),
@@ -319,6 +325,27 @@ class PackedStore:
         ):
             out.append(self._decoded_side(codec, parts, shift, raw, raw_lengths, columns))
         return out[0], out[1]
+
+    def _decoded_by_kernel(
+        self, raw_lengths: list[int], columns: int
+    ) -> tuple[mx.array, mx.array] | None:
+        """``decoded`` in one launch, or None where no kernel does it."""
+        assert self.raw_keys is not None and self.raw_values is not None
+        dialect = dispatch.kernels_of_backend(self.dtype)
+        sides = kernel_sides(self.key_codec, self.value_codec)
+        if dialect is None or kv_expand.why_no_kernel(sides, (self.keys[0], self.values[0])):
+            return None
+        return kv_expand.kv_expand(
+            self.keys,
+            self.values,
+            dialect,
+            sides=sides,
+            facts=kernel_facts(self.key_codec, self.value_codec),
+            rows=KVRows(columns, tuple(self.padding), tuple(raw_lengths)),
+            raw=(self.raw_keys, self.raw_values),
+            shift=self.shift,
+            dtype=self.dtype,
+        )
 
     def _decoded_side(
         self,
