@@ -128,8 +128,8 @@ SINGLE: dict[str, dict[str, Any]] = {
 
 # Types whose wrapper holds another type's language model.
 ELSEWHERE = {"got": "qwen2", "mistral_large3": "deepseek_v3"}
-# This one has no language model apart from its vision tower.
-WHOLE = {"phi3_v"}
+# These have no language model that runs without the rest.
+WHOLE = {"hunyuan_vl", "phi3_v"}
 
 
 def classes(model_type: str) -> tuple[type, type]:
@@ -173,11 +173,7 @@ def real_bytes(model_type: str, context: int) -> int:
     parameters = list(inspect.signature(model_class.__init__).parameters)[1:]
     # the whole model's config, of which language models take token ids and the like
     whole = MagicMock(text_config=config, vision_config=SimpleNamespace(spatial_merge_size=2))
-    if model_type == "hunyuan_vl":
-        whole.image_token_id = 255
-        model = model_class(whole)
-    else:
-        model = model_class(config, whole) if "config" in parameters[1:] else model_class(config)
+    model = model_class(config, whole) if "config" in parameters[1:] else model_class(config)
     if model_type == "jina_vlm":
         model.lm_head = lambda hidden: hidden  # it is the whole model's
     model.set_dtype(mx.bfloat16)
@@ -212,6 +208,12 @@ def test_phi_3_vision_worked_out_by_hand():
         "num_key_value_heads": 32,
     }
     assert describe(config).nbytes(32768) == 32 * 32 * 2 * 96 * 2 * 32768
+
+
+def test_hunyuan_ocr_worked_out_by_hand():
+    # its config says all of it at the top; what it leaves out, the class has as 24, 8 and 128
+    config = {"model_type": "hunyuan_vl", "hidden_size": 1024, "num_attention_heads": 16}
+    assert describe(config).nbytes(32768) == 24 * 8 * 256 * 2 * 32768
 
 
 def test_the_wrapper_decides_and_not_the_type_of_the_text_inside():

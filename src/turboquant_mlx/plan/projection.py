@@ -217,6 +217,16 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
     warnings = []
     if projection.geometry is None:
         warnings.append(f"the key-value cache is unknown: {why_unknown(model.config)}")
+    if weights.senses and weights.senses_loaded:
+        warnings.append(
+            "what pictures and sound take while they are read is not counted, only the weights of "
+            "their towers: mlx-vlm loads this model whole"
+        )
+    elif weights.senses:
+        warnings.append(
+            f"this is the text part, as mlx-lm loads it; mlx-vlm loads {weights.senses / GB:.2f} "
+            "GB of towers besides and needs memory for pictures"
+        )
     if weights.is_moe and weights.token_experts is None:
         warnings.append("config.json does not say how many experts a token uses")
     longest = text_config(model.config).get("max_position_embeddings")

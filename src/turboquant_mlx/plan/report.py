@@ -51,6 +51,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "expert_bytes": weights.experts,
             "resident_bytes": weights.resident,
             "ngram_bytes": weights.ngram,
+            "tower_bytes": weights.senses,
+            "towers_loaded": weights.senses_loaded,
             "read_from_hub_bytes": model.bytes_read,
         },
         "machine": {

@@ -16,10 +16,22 @@ from ..convert.roles import layer_of, role_of
 from ..errors import CheckpointError
 from ..kvcache.geometry import text_config
 from .headers import ModelFiles
+from .machine import GB
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _NGRAM = re.compile(r"(^|[._])(n_?gram|ple)([._]|$)|ngram_embed")
+# Towers for pictures and sound, and what joins them to the language model.
+_SENSES = re.compile(
+    r"(^|\.)(vision_tower|vision_model|visual|vision_embedder|vision_adapter|vision_projection"
+    r"|multi_modal_projector|mm_projector|patch_merge_mlp|audio_tower|embed_audio|embed_vision)\."
+)
+# Types of which mlx-lm loads the language model and leaves the towers out. mlx-vlm loads both.
+TEXT_ONLY = frozenset({
+    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "kimi_k25", "kimi_k3", "kimi_vl", "lfm2-vl",
+    "llama4", "llava", "minimax_m3_vl", "mistral3", "muse_glimmer", "pixtral", "qwen2_vl",
+    "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+})  # fmt: skip
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = (
     "num_experts_per_tok",
@@ -43,6 +55,9 @@ class Weights:
         total: all tensors as stored.
         loaded: all tensors as they lie in memory after loading.
         basis: how ``loaded`` follows from ``total``.
+        senses: towers for pictures and sound, as stored.
+        senses_loaded: whether they are in ``loaded``: mlx-lm leaves them out where it can load the
+            type, and only mlx-vlm loads the others.
         experts: routed experts, as loaded.
         ngram: n-gram lookup tables, as loaded.
         matrices: number of weights in matrices that the model multiplies with.
@@ -58,6 +73,8 @@ class Weights:
     total: int
     loaded: int
     basis: str
+    senses: int
+    senses_loaded: bool
     experts: int
     ngram: int
     matrices: int
@@ -100,7 +117,15 @@ def weigh(model: ModelFiles) -> Weights:
     config, text = model.config, text_config(model.config)
     manifest = read_manifest(model.config, model.tensors)
     loaded, basis = _loaded_sizes(model, manifest)
-    roles = _roles(model.tensors)
+    senses = {name: size for name, size in loaded.items() if _SENSES.search(name)}
+    senses_loaded = bool(senses) and model.model_type not in TEXT_ONLY
+    tensors = model.tensors
+    if not senses_loaded:
+        loaded = {name: size for name, size in loaded.items() if name not in senses}
+        tensors = {name: info for name, info in tensors.items() if name not in senses}
+    if senses and not senses_loaded:
+        basis += f", without {sum(senses.values()) / GB:.2f} GB of towers that mlx-lm leaves out"
+    roles = _roles(tensors)
     experts = sum(size for name, size in loaded.items() if roles[_module(name)] == "expert")
     ngram = sum(size for name, size in loaded.items() if _NGRAM.search(name))
     moe_layers = {layer_of(path) for path, role in roles.items() if role == "expert"} - {None}
@@ -115,9 +140,11 @@ def weigh(model: ModelFiles) -> Weights:
         total=model.weight_bytes,
         loaded=sum(loaded.values()),
         basis=basis,
+        senses=sum(senses.values()),
+        senses_loaded=senses_loaded,
         experts=experts,
         ngram=ngram,
-        matrices=_matrix_weights(model.tensors, manifest, roles, tied),
+        matrices=_matrix_weights(tensors, manifest, roles, tied),
         layers=_first_int(text, _LAYER_COUNTS),
         moe_layers=len(moe_layers),
         n_experts=_first_int(text, _EXPERT_COUNTS) if experts else None,
