@@ -3,10 +3,14 @@
 
     python scripts/check_plan.py MODEL [MODEL ...] [--context 256 1024 2048] [--chunk 128 512]
     python scripts/check_plan.py made-up-1b --context 4096 16384 65536 --chunk 512 2048
+    python scripts/check_plan.py --held-out
 
 ``made-up-1b`` is a Llama of a billion random weights, made in memory: it needs MLX and mlx-lm's
-model files alone, for GPU machines without anything else. Every model, context and chunk runs in a
-process of its own: it loads the model, reads a prompt of ``context`` tokens chunk by chunk and
+model files alone, for GPU machines without anything else. ``made-up-3b`` is another, with more
+layers, wider heads and other ratios. The planner's constants were chosen with the first at hand;
+``--held-out`` runs the second, at contexts and chunks that the first did not have.
+
+Every model, context and chunk runs in a process of its own: it loads the model, reads a prompt of ``context`` tokens chunk by chunk and
 writes four more. On a GPU the peak is MLX's own counter, on the CPU the resident memory of the
 process, its highest since start. Prints a table, and as the last line the same as JSON.
 """
@@ -26,21 +30,37 @@ MB = 10**6
 
 
 MADE_UP = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
+    "made-up-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "made-up-3b": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32000,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
 }
+HELD_OUT = {"models": ["made-up-3b"], "context": [8192, 32768], "chunk": [256, 1024]}
 
 
-def made_up_network():
+def made_up_network(name: str):
     """The model, its weights random bfloat16 numbers of a fixed seed."""
     import types
     from importlib.util import find_spec
@@ -57,7 +77,7 @@ def made_up_network():
     from mlx_lm.models import llama
 
     mx.random.seed(0)
-    network = llama.Model(llama.ModelArgs.from_dict(MADE_UP))
+    network = llama.Model(llama.ModelArgs.from_dict(MADE_UP[name]))
     network.set_dtype(mx.bfloat16)
     for part in network.layers:
         mx.eval(part.parameters())  # one at a time: drawn in float32, cast and freed
@@ -67,9 +87,9 @@ def made_up_network():
     return network
 
 
-def measure_made_up(context: int, chunk: int) -> dict[str, int]:
+def measure_made_up(name: str, context: int, chunk: int) -> dict[str, int]:
     """The same as ``measure``, with mlx-lm's loop over the chunks written out."""
-    network = made_up_network()
+    network = made_up_network(name)
 
     import mlx.core as mx
     from mlx_lm.models.cache import KVCache
@@ -92,37 +112,42 @@ def measure_made_up(context: int, chunk: int) -> dict[str, int]:
     return {"peak_bytes": peak, "mlx_peak_bytes": peak, "gpu": on_gpu}
 
 
-def predict_made_up(context: int, chunk: int) -> dict:
+def predict_made_up(name: str, context: int, chunk: int, gpu: bool) -> dict:
     """The plan of a model whose headers are written down here."""
     from turboquant_mlx.checkpoint.headers import TensorInfo
     from turboquant_mlx.plan.headers import ModelFiles
-    from turboquant_mlx.plan.machine import detect
+    from turboquant_mlx.plan.machine import Machine, detect
     from turboquant_mlx.plan.projection import Request, plan_model
 
-    hidden, inner = MADE_UP["hidden_size"], MADE_UP["intermediate_size"]
-    kv = MADE_UP["num_key_value_heads"] * MADE_UP["head_dim"]
-    shapes = {"model.embed_tokens": (MADE_UP["vocab_size"], hidden)}
-    for layer in range(MADE_UP["num_hidden_layers"]):
+    config = MADE_UP[name]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {"model.embed_tokens": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
         where = f"model.layers.{layer}."
-        for name in ("gate", "up"):
-            shapes[f"{where}mlp.{name}_proj"] = (inner, hidden)
+        for part in ("gate", "up"):
+            shapes[f"{where}mlp.{part}_proj"] = (inner, hidden)
         shapes[f"{where}mlp.down_proj"] = (hidden, inner)
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            shapes[f"{where}self_attn.{name}_proj"] = (rows, hidden)
+        for part, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            shapes[f"{where}self_attn.{part}_proj"] = (rows, hidden)
     tensors, end = {}, 0
-    for name, shape in shapes.items():
+    for path, shape in shapes.items():
         size = 2 * shape[0] * shape[1]
-        tensors[f"{name}.weight"] = TensorInfo("BF16", shape, end, end + size)
+        tensors[f"{path}.weight"] = TensorInfo("BF16", shape, end, end + size)
         end += size
     home = dict.fromkeys(tensors, "model.safetensors")
-    model = ModelFiles("made-up-1b", "local", MADE_UP, tensors, home, {"model.safetensors": end})
-    return plan_model(model, detect(), Request(context, None, chunk)).to_dict()["projection"]
+    model = ModelFiles(name, "local", config, tensors, home, {"model.safetensors": end})
+    machine = detect()
+    if gpu and machine.backend == "cpu":
+        # MLX found a GPU that the driver's own program does not report: its size is not asked here
+        machine = Machine("cuda", "", machine.ram_bytes, 2**40, "not asked")
+    return plan_model(model, machine, Request(context, None, chunk)).to_dict()["projection"]
 
 
 def measure(model: str, context: int, chunk: int) -> dict[str, int]:
     """Run the model once; bytes. To be called in a fresh process."""
-    if model == "made-up-1b":
-        return measure_made_up(context, chunk)
+    if model in MADE_UP:
+        return measure_made_up(model, context, chunk)
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -145,10 +170,10 @@ def measure(model: str, context: int, chunk: int) -> dict[str, int]:
     }
 
 
-def predict(model: str, context: int, chunk: int) -> dict:
+def predict(model: str, context: int, chunk: int, gpu: bool) -> dict:
     """What the planner says for this machine."""
-    if model == "made-up-1b":
-        return predict_made_up(context, chunk)
+    if model in MADE_UP:
+        return predict_made_up(model, context, chunk, gpu)
     import turboquant_mlx
 
     return turboquant_mlx.plan(model, context=context, prefill_step_size=chunk).to_dict()[
@@ -158,12 +183,17 @@ def predict(model: str, context: int, chunk: int) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1024, 2048])
     parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--held-out", action="store_true", help="what the constants never saw")
     parser.add_argument("--measure-one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-predict", action="store_true", help="only measure")
     args = parser.parse_args(argv)
+    if args.held_out:
+        vars(args).update(HELD_OUT)
+    if not args.models:
+        parser.error("name a model, or give --held-out")
     sys.path.insert(0, str(ROOT / "src"))
     if args.measure_one:
         print(json.dumps(measure(args.models[0], args.context[0], args.chunk[0])))
@@ -180,9 +210,10 @@ def main(argv: list[str] | None = None) -> int:
                 row |= {"model": Path(model).name, "context": context, "chunk": chunk}
                 predicted = None
                 if not args.no_predict:
-                    found = predict(model, context, chunk)
+                    gpu = row.pop("gpu")
+                    found = predict(model, context, chunk, gpu)
                     # MLX's counter knows nothing of the runtime around it
-                    predicted = found["allocated_bytes" if row.pop("gpu") else "peak_bytes"]
+                    predicted = found["allocated_bytes" if gpu else "peak_bytes"]
                     row["predicted_bytes"] = predicted
                 rows.append(row)
                 print(line(row, predicted), flush=True)

@@ -30,28 +30,31 @@ CAN_STREAM = False
 
 Mode = Literal["resident", "streaming", "no-fit", "unknown"]
 
-# Arrays of one layer while a chunk passes: residual, norm, its rotation, q/k/v and the output in
-# units of the hidden size; gate, up and their product in units of the MLP's.
+# Arrays of one layer that exist at once while a chunk passes. In units of the hidden size:
+# residual, norm, its rotation, queries with keys and values, attention's answer and its projection.
+# In units of the MLP's: gate, up and their product.
 _LIVE_HIDDEN = 6
 _LIVE_MLP = 3
-# A GPU runs behind the program: arrays of so many layers wait for it to be done with them, and so
-# does most of the cache that the grown one replaces. Fitted to MLX 0.32.4 on an NVIDIA H200
-# (docs/guides/plan.md), and taken for Metal as well, which holds less back.
+# MLX hands a GPU its work in batches and frees an array when the batch that last reads it is done.
+# On an H200 a batch is 100 operations, a decoder layer about 25 of them: while one batch runs and
+# the next is queued, the arrays of 8 layers exist. A cache that has grown replaces the old one at
+# the end of the batch after its own, so those of 12 layers exist twice. Metal's batches are 40 to
+# 50 operations: there this is an upper bound.
 _LIVE_LAYERS = 8
-_GROWTH_SHARE = 0.75
-# Heads for which MLX's fused attention needs no score matrix.
+_GROWN_LAYERS = 12
+# Heads for which MLX's fused attention needs no score matrix; where it does, scores and their
+# exponentials exist at once.
 _FUSED_DIMS = {"metal": (64, 80, 128), "cuda": (64, 80, 96, 128), "cpu": ()}
 _SCORE_COPIES = 2
-# The CPU back-end computes its attention in blocks of so many bytes of scores per thread.
+# Scores and their exponentials in each of two threads (kernels.cpu_attention.SCORE_BYTES).
 _CPU_SCORE_BYTES = 4 * MIB * 4
 # Share of the free memory that the CPU back-end fills with float32 copies of the weights.
 _CPU_KEEP_SHARE = 0.7
-# Python, MLX and the libraries around them, and the tokenizer per token of its vocabulary.
+# Resident memory of Python with MLX, mlx-lm, NumPy and transformers imported, and what a tokenizer
+# takes per entry of its vocabulary (strings, ids and merges): measured, Linux x86-64.
 _CPU_RESERVE = 90 * 10**6
 _TOKENIZER_BYTES = 1000
-# Bytes per token of a chunk, layer and hidden unit that stay allocated while a chunk is computed:
-# products leave MLX for numpy one by one there, and neither allocator gives memory back at once.
-_CPU_KEPT = 22
+# Allocator, driver and kernels that MLX's counter does not see: an allowance.
 _GPU_RESERVE = 500 * 10**6
 # Decoded weights of one matrix that a product of many rows needs on a GPU.
 _DECODE_BYTES = 64 * MIB
@@ -359,7 +362,7 @@ def _workspace(
     layers = weights.layers or 1
     live = rows * (_LIVE_HIDDEN * hidden + _LIVE_MLP * inner) * width
     if machine.backend == "cpu":
-        live += rows * _CPU_KEPT * hidden * layers
+        live += rows * layers * _kept_on_cpu(geometry, heads, hidden, inner)
     else:
         live *= min(layers, _LIVE_LAYERS)
     attention, grown = _attention(geometry, heads, machine, rows, request)
@@ -369,6 +372,20 @@ def _workspace(
         decode = 0
     basis = f"chunks of {step} tokens: activations, attention, logits of one row"
     return Term(live + attention + grown + logits + decode, basis)
+
+
+def _kept_on_cpu(geometry: Geometry | None, heads: int, hidden: int, inner: int) -> int:
+    """Bytes per token and layer that stay until a chunk is done: what norms and products gave.
+
+    Products leave MLX for NumPy one by one there, which evaluates each; the chunk's graph still
+    refers to their results, in 16 bits.
+    """
+    pieces = [] if geometry is None else geometry.pieces()
+    attention = [piece for piece in pieces if isinstance(piece, Attention)]
+    queries = max((heads * piece.key_dim for piece in attention), default=hidden)
+    keys_values = max((p.heads * (p.key_dim + p.value_dim) for p in attention), default=2 * hidden)
+    # two norms, the projection of attention's answer and that of the MLP's; gate and up
+    return 2 * (4 * hidden + 2 * inner + queries + keys_values)
 
 
 def _attention(
@@ -396,7 +413,7 @@ def _attention(
         return scores, 0
     kinds = geometry.bytes_by_kind(context, request.kv)
     growing = sum(kinds.get(kind, 0) for kind in ("full", "latent", "index", "compressed"))
-    return scores, int(_GROWTH_SHARE * growing)
+    return scores, growing * min(_GROWN_LAYERS, len(geometry.layers)) // len(geometry.layers)
 
 
 def _hot_experts(weights: Weights, machine: Machine, projection: Projection) -> int | None:
