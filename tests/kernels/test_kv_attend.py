@@ -136,17 +136,17 @@ def launches(dialect):
     return [
         AttendLaunch(True, 8, 1, 8, 1),
         AttendLaunch(True, 8, 2, 4, 3),
-        AttendLaunch(True, 16, 1, 2, 5),
+        AttendLaunch(True, 16, 1, 2, 2),
         AttendLaunch(False, 4, 1, 4, 2),
     ]
 
 
 @pytest.mark.parametrize("dialect", dialects())
-@pytest.mark.parametrize("repeats, length", [(4, 1), (4, 3), (8, 2)])
+@pytest.mark.parametrize("repeats, length", [(4, 1), (4, 3)])
 def test_any_launch_gives_the_result(dialect, repeats, length):
-    store = filled(KVSpec(3, 4), (0, 30), 260, 2, 64)
-    q = random(2, 2 * repeats, length, 64, seed=3, dtype=mx.float16)
-    mask = mask_of("causal", store, 2 * repeats, length)
+    store = filled(KVSpec(3, 4), (0, 30), 100, 1, 64)
+    q = random(2, repeats, length, 64, seed=3, dtype=mx.float16)
+    mask = mask_of("causal", store, repeats, length)
     want = expected(q, store, 0.125, mask, None)
     for launch in launches(dialect):
         with running(dialect):

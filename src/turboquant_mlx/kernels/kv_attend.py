@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -71,8 +72,7 @@ TENSOR_WIDTH = 256
 """Widest head whose sums fit a warp's registers beside the rest."""
 
 
-@dataclass(frozen=True)
-class KVSide:
+class KVSide(NamedTuple):
     """How the keys or the values of a head are packed.
 
     Attributes:
@@ -118,8 +118,7 @@ def base_matrix(base: int) -> np.ndarray:
     return np.sign(hadamard_matrix(base)).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class KVRows:
+class KVRows(NamedTuple):
     """Where the tokens of a batch are.
 
     Attributes:

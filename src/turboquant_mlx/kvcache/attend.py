@@ -54,27 +54,30 @@ def attend(
     dialect = dispatch.kernels_of_backend(queries.dtype)
     if dialect is None:
         return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
-    if not any(store.frozen) and (isinstance(mask, mx.array) or not any(store.padding)):
+    given = mask if isinstance(mask, mx.array) else None
+    if not any(store.frozen) and (given is not None or not any(store.padding)):
         # all in 16 bits, and padding hidden by the mask
         plain = [x.astype(queries.dtype) for x in store.decoded(store.columns)]
         return mx.fast.scaled_dot_product_attention(
             queries, *plain, scale=scale, mask=mask, sinks=sinks
         )
-    if why_reference(queries, store, mask):
+    rows = kernel_rows(store)
+    if _why_no_kernel(queries, store, rows, given):
         return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
     assert store.raw_keys is not None and store.raw_values is not None
+    codecs = store.key_codec, store.value_codec
     return kv_attend.kv_attend(
         queries,
         store.keys,
         store.values,
         dialect,
-        sides=kernel_sides(store.key_codec, store.value_codec),
-        facts=kernel_facts(store.key_codec, store.value_codec),
-        rows=kernel_rows(store),
+        sides=kernel_sides(*codecs),
+        facts=kernel_facts(*codecs),
+        rows=rows,
         scale=scale,
         shift=store.shift,
         raw=(store.raw_keys, store.raw_values),
-        mask=mask if isinstance(mask, mx.array) else None,
+        mask=given,
         causal=isinstance(mask, str),
         sinks=sinks,
     )
@@ -82,18 +85,20 @@ def attend(
 
 def why_reference(queries: mx.array, store: PackedStore, mask: mx.array | str | None) -> str:
     """Why the reference answers this call and no kernel; "" if a kernel does."""
-    dialect = dispatch.kernels_of_backend(queries.dtype)
-    if dialect is None:
+    if dispatch.kernels_of_backend(queries.dtype) is None:
         return f"the back-end {dispatch.backend()} has no kernels for {queries.dtype}"
+    given = mask if isinstance(mask, mx.array) else None
+    return _why_no_kernel(queries, store, kernel_rows(store), given)
+
+
+def _why_no_kernel(
+    queries: mx.array, store: PackedStore, rows: kv_attend.KVRows, mask: mx.array | None
+) -> str:
     if not any(store.frozen):
         return "nothing is packed yet"
-    return kv_attend.why_no_kernel(
-        kernel_sides(store.key_codec, store.value_codec),
-        kernel_rows(store),
-        queries,
-        (store.keys[0], store.values[0]),
-        mask if isinstance(mask, mx.array) else None,
-    )
+    sides = kernel_sides(store.key_codec, store.value_codec)
+    codes = (store.keys[0], store.values[0])
+    return kv_attend.why_no_kernel(sides, rows, queries, codes, mask)
 
 
 def kernel_rows(store: PackedStore) -> kv_attend.KVRows:
@@ -242,6 +247,9 @@ class _Visible:
                 self.mask = np.array(mask, copy=False) if xp is np else mask
             while self.mask.ndim < 4:
                 self.mask = self.mask[None]
+            if self.mask.shape[-1] != store.columns:
+                shape = (*self.mask.shape[:-1], store.columns)
+                self.mask = xp.broadcast_to(self.mask, shape)
 
     def hide(self, scores: Array, start: int, stop: int, there: np.ndarray | None) -> Array:
         """Hide columns [start, stop) of scores [B, Hkv, rows, n]; there: [B, n] or None."""

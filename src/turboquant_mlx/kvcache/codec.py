@@ -20,9 +20,8 @@ comparison and for those who ask for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +33,7 @@ from ..quant.bfloat16 import widen
 from ..quant.codebook import boundaries, lloyd_max
 from ..quant.packing import pack_codes, unpack_codes
 from ..quant.rotation import hadamard_columns, is_supported_block, random_signs, rotate, unrotate
+from .lookup import look_up
 from .spec import KVSpec
 
 Array = Any  # np.ndarray or mx.array
@@ -155,8 +155,7 @@ def _cell(xp: Any, scaled: Array, span: float) -> Array:
     return xp.clip(position, 0, _CELLS - 1).astype(xp.int32)
 
 
-@dataclass(frozen=True)
-class SideCodec:
+class SideCodec(NamedTuple):
     """The codec of one side (keys or values) of a cache.
 
     Attributes:
@@ -272,9 +271,12 @@ class SideCodec:
         return groups.reshape(values.shape)
 
     def decode_stored_numpy(self, parts: tuple[np.ndarray, ...]) -> np.ndarray:
-        """The same from NumPy arrays; the uniform scheme's are decoded by the caller."""
+        """The same from NumPy arrays; the uniform scheme's are decoded by the caller.
+
+        The result is overwritten by the next call for the same side in the same thread.
+        """
         codes, scales = parts
-        values = _look_up(codes, self.bits, self.width)
+        values = look_up(codes, self.bits, self.width, self.side)
         groups = values.reshape(*scales.shape, self.group)
         groups *= decode_scale(scales)[..., None]
         return values
@@ -395,36 +397,3 @@ def rotation_matrix(width: int, side: str) -> np.ndarray:
     matrix = hadamard_columns(np.ascontiguousarray(columns), rotation_block(width))
     matrix.flags.writeable = False
     return matrix
-
-
-_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 2, 6: 2, 8: 1}
-"""bits -> codes that one look-up decodes; 3 and 6 bits are read 12 bits at a time."""
-
-
-@cache
-def _entries(bits: int) -> np.ndarray:
-    n = _TOGETHER[bits]
-    stream = np.arange(1 << bits * n)[:, None]
-    index = stream >> bits * np.arange(n) & ((1 << bits) - 1)
-    entries = np.ascontiguousarray(lloyd_max(bits)[index])
-    kinds = {1: np.float32, 2: np.complex64, 4: np.complex128}
-    # moved as one number of that size, which NumPy does fastest
-    kind = kinds.get(n, np.dtype((np.void, 4 * n)))
-    return entries.view(kind).reshape(-1)
-
-
-def _look_up(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """float32 [..., width] levels of packed codes."""
-    lead = codes.shape[:-1]
-    if bits not in _TOGETHER:
-        return lloyd_max(bits).take(unpack_codes(codes, bits, width))
-    index = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, 4 * codes.shape[-1])
-    if bits in (3, 6):
-        if index.shape[1] % 3:
-            index = np.pad(index, ((0, 0), (0, -index.shape[1] % 3)))
-        low, middle, high = (index[:, i::3].astype(np.uint16) for i in range(3))
-        index = np.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], axis=-1)
-        index = index.reshape(len(index), -1)
-    values = _entries(bits).take(index[:, : -(-width // _TOGETHER[bits])]).view(np.float32)
-    values = values.reshape(len(index), -1)[:, :width]
-    return np.ascontiguousarray(values).reshape(*lead, width)

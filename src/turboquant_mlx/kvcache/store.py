@@ -101,11 +101,23 @@ class PackedStore:
 
     @property
     def key_codec(self) -> SideCodec:
-        return SideCodec.of(self.spec, "key", self.widths[0])
+        return self._codecs()[0]
 
     @property
     def value_codec(self) -> SideCodec:
-        return SideCodec.of(self.spec, "value", self.widths[1])
+        return self._codecs()[1]
+
+    def _codecs(self) -> tuple[SideCodec, SideCodec]:
+        """Of keys and values; made once, for they are asked for several times a token."""
+        held = self.__dict__.get("_made_codecs")
+        if held is None or held[0] != (self.spec, self.widths):
+            made = [
+                SideCodec.of(self.spec, side, width)
+                for side, width in zip(("key", "value"), self.widths, strict=True)
+            ]
+            held = ((self.spec, self.widths), (made[0], made[1]))
+            self.__dict__["_made_codecs"] = held
+        return held[1]
 
     def offsets(self) -> list[int]:
         """Position of each row's next token; negative inside its padding."""
@@ -199,8 +211,14 @@ class PackedStore:
         """
         if self.is_empty:
             self._begin(keys, values)
-        keys, values = keys.astype(self.dtype), values.astype(self.dtype)
+        if keys.dtype != self.dtype or values.dtype != self.dtype:
+            keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         n, before_columns = keys.shape[2], self.columns
+        if self._only_packs(n):
+            self.columns += n
+            self.version += 1
+            self._write(before_columns, keys, values)
+            return
         before = self.lengths()
         self.columns += n
         self.version += 1
@@ -216,6 +234,15 @@ class PackedStore:
             self._pack_held(r, min(before[r], after[r]))
         if all(self.frozen):
             self._shrink_raw(max(self.first_tokens(r) for r in range(self.batch)))
+
+    def _only_packs(self, n: int) -> bool:
+        """Whether the next n columns fit and no row keeps any of them in 16 bits: nearly always
+        while tokens are generated, when every microsecond counts."""
+        if not all(self.frozen) or self.limits is not None:
+            return False
+        shortest = self.columns - max(self.padding)
+        fits = self.columns + n <= self.keys[0].shape[2]
+        return fits and shortest >= self.spec.min_tokens + self.keep
 
     def _is_due(self, r: int, length: int) -> bool:
         """Whether row r, with so many tokens, gets its mean key and is packed."""
