@@ -10,9 +10,10 @@ model files alone, for GPU machines without anything else. ``made-up-3b`` is ano
 layers, wider heads and other ratios. The planner's constants were chosen with the first at hand;
 ``--held-out`` runs the second, at contexts and chunks that the first did not have.
 
-Every model, context and chunk runs in a process of its own: it loads the model, reads a prompt of ``context`` tokens chunk by chunk and
-writes four more. On a GPU the peak is MLX's own counter, on the CPU the resident memory of the
-process, its highest since start. Prints a table, and as the last line the same as JSON.
+Every model, context and chunk runs in a process of its own: it loads the model, reads a prompt of
+``context`` tokens chunk by chunk and writes four more. On a GPU the peak is MLX's own counter, on
+the CPU the resident memory of the process, its highest since start. Prints a table, and as the last
+line the same as JSON.
 """
 
 from __future__ import annotations

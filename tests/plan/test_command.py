@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -204,3 +205,46 @@ def test_a_local_plan_loads_neither_mlx_nor_numpy(llama):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class TestHostileConfigs:
+    @pytest.fixture
+    def changed(self, llama, tmp_path):
+        """A copy of the model with other values in its config."""
+
+        def change(**values) -> str:
+            folder = tmp_path / "m"
+            shutil.copytree(llama, folder)
+            config = json.loads((folder / "config.json").read_text()) | values
+            (folder / "config.json").write_text(json.dumps(config))
+            return str(folder)
+
+        return change
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("num_hidden_layers", "30"),
+            ("num_hidden_layers", 0),
+            ("num_hidden_layers", 10**400),
+            ("num_key_value_heads", 0),
+            ("num_attention_heads", 0),
+            ("hidden_size", -64),
+            ("layer_types", "abc"),
+            ("text_config", {"model_type": {}}),
+        ],
+    )
+    def test_a_cache_that_cannot_be_told_is_unknown_and_never_zero(
+        self, plan, changed, name, value
+    ):
+        code, out, err = plan("--model", changed(**{name: value}))
+        assert (code, err) == (1, "")
+        assert "UNKNOWN" in out or "DOES NOT FIT" in out
+
+    def test_a_file_in_the_place_of_a_folder_is_not_asked_of_the_hub(
+        self, plan, llama, monkeypatch
+    ):
+        monkeypatch.chdir(llama.parent)
+        code, _, err = plan("--model", f"{llama.name}/config.json")
+        assert code == 1
+        assert "is a file, not a model folder" in err

@@ -252,3 +252,29 @@ class TestOnTheHub:
         assert checks["model.remote"]["status"] == "warn"
         assert checks["machine.disk"]["status"] == "pass"
         assert checks["model.manifest"]["status"] == "pass"
+
+
+class TestChatTemplates:
+    def test_one_that_does_not_render_fails(self, doctor, converted, tmp_path):
+        folder = copy(converted, tmp_path / "m")
+        (folder / "chat_template.jinja").write_text("{% if %}")
+        code, checks, _ = doctor("--model", str(folder))
+        assert code == 1
+        assert checks["model.chat_template"]["status"] == "fail"
+        assert "cannot be used" in checks["model.chat_template"]["message"]
+
+
+class TestTheSelfTest:
+    @pytest.mark.parametrize("backend", ["metal", "cuda", "portable"])
+    def test_reports_whatever_a_device_refuses_and_goes_on(self, backend):
+        # here are neither Metal nor CUDA: their kernels raise, which is the finding
+        from turboquant_mlx.kernels.dispatch import force_backend
+        from turboquant_mlx.plan.doctor.self_test import self_test
+
+        with force_backend(backend):
+            checks = self_test()
+        assert len(checks) >= 40
+        failures = [check for check in checks if check.status == "fail"]
+        assert bool(failures) == (backend != "portable")
+        assert all(check.message for check in checks)
+        assert all(check.message.startswith(backend) for check in checks if check not in failures)

@@ -117,11 +117,19 @@ def open_model(name: str) -> ModelFiles:
         CheckpointError: a file is missing or damaged; the message names it.
     """
     repo, revision = _split_revision(name)
-    if Path(name).expanduser().is_dir() or not _REPO.fullmatch(repo):
+    if not _REPO.fullmatch(repo) or _is_there(name):
         # a path; whatever cannot be one is refused in the same words as by the other commands
         path = resolve(name)
         return _open_local(path, name)
     return _open_repository(repo, revision, name)
+
+
+def _is_there(name: str) -> bool:
+    """Whether a folder or a file has this name."""
+    try:
+        return Path(name).expanduser().exists()
+    except OSError:  # too long for a path, or not for us to look at
+        return False
 
 
 def _split_revision(name: str) -> tuple[str, str | None]:

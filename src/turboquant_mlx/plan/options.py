@@ -122,8 +122,10 @@ def _number(check: Callable[[float], bool], wanted: str) -> Callable[[str], floa
 
 def _whole(text: str) -> int:
     return int(
-        _number(lambda n: 1 <= n <= 2**31 - 1 and n == int(n), "a whole number above 0")(text)
+        _number(
+            lambda n: 1 <= n <= 2**31 - 1 and n == int(n), "a whole number from 1 to 2147483647"
+        )(text)
     )
 
 
-_gigabytes = _number(lambda n: 0 < n <= 1e6, "a size above 0, in GB")
+_gigabytes = _number(lambda n: 0 < n <= 1e6, "a size in GB, above 0 and at most 10^6")

@@ -312,6 +312,6 @@ def _precision(
 def _first_int(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40:
             return value
     return None

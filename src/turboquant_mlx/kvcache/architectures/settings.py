@@ -54,6 +54,17 @@ class Settings:
             raise UnknownGeometryError(f"config.json: {name} {value!r} is not a size")
         return value
 
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A whole number of which a model needs at least one.
+
+        Raises:
+            UnknownGeometryError: as ``number``, or it is zero.
+        """
+        value = self.number(name, default)
+        if value == 0:
+            raise UnknownGeometryError(f"config.json: {name} is 0")
+        return value
+
     def first_number(self, *names: str) -> int:
         """The first of several spellings that is given."""
         return self.number(next((name for name in names if self.has(name)), names[0]))
@@ -81,14 +92,14 @@ class Settings:
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        number = self.number("num_hidden_layers")
+        number = self.positive("num_hidden_layers")
         if number > _MOST_LAYERS:
             raise UnknownGeometryError(f"config.json: {number} layers are not a model")
         return number
 
     @property
     def heads(self) -> int:
-        return self.number("num_attention_heads")
+        return self.positive("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
@@ -96,7 +107,7 @@ class Settings:
         # null is not absent here: every class takes it for "as many as there are heads"
         if name in self._config and self._config[name] is None:
             return self.heads
-        return self.number(name, self.heads)
+        return self.positive(name, self.heads)
 
     @property
     def derived_head_dim(self) -> int:

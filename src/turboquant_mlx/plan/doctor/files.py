@@ -6,6 +6,7 @@ import ast
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ...checkpoint.schema import FORMAT_VERSION, MANIFEST_KEY, has_manifest
 from ...convert.report import format_bytes
@@ -158,29 +159,41 @@ def check_tokenizer(model: ModelFiles) -> list[Check]:
     if not model.has_tokenizer:
         return [_no_tokenizer()]
     path = model.path
-    found: list[bool] = []
+    loaded: list[Any] = []
 
     def work() -> str:
         from ...checkpoint.loader import load_tokenizer
 
         tokenizer = load_tokenizer(path, model.config)
-        tokens = tokenizer.encode("a b")
-        if not tokens:
+        if not tokenizer.encode("a b"):
             raise CheckpointError("the tokenizer makes no tokens of a text")
-        found.append(bool(tokenizer.has_chat_template))
+        loaded.append(tokenizer)
         return f"loads, {len(tokenizer)} tokens"
 
     checks = [attempt("model.tokenizer", work)]
-    if found:
-        checks.append(
-            passed("model.chat_template", "there is one")
-            if found[0]
-            else warned(
-                "model.chat_template",
-                "there is none: prompts are continued as they are, not answered",
-            )
-        )
+    if loaded:
+        checks.append(check_chat_template(loaded[0]))
     return checks
+
+
+def check_chat_template(tokenizer: Any) -> Check:
+    """Whether the template turns a question into a prompt."""
+    name = "model.chat_template"
+    if not tokenizer.has_chat_template:
+        return warned(name, "there is none: prompts are continued as they are, not answered")
+    try:
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program, and may raise anything
+        text = " ".join(str(error).split()) or type(error).__name__
+        return failed(
+            name,
+            f"the chat template cannot be used: {text}",
+            "copy chat_template.jinja or tokenizer_config.json from the model that this one was "
+            "made from",
+        )
+    return passed(name, "there is one, and it makes a prompt of a question")
 
 
 def _presence(model: ModelFiles) -> Check:
