@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""How much text is lost to packed key-value caches: ours, mlx-lm's, mlx-vlm's.
+"""How much text is lost to packed key-value caches: ours, mlx-lm's, mlx-vlm's, the predecessor's.
 
-    python scripts/bench_kv_quality.py [MODEL] --text FILE [--check]
+    python scripts/bench_kv_quality.py [MODEL] --text FILE [--tokens 4096] [--check]
 
 MODEL is the folder of a 16-bit model; without one, scripts/example_model.py builds SmolLM2-135M,
 on which the goals below were set. FILE is the text, WikiText-2's test set for the goals; without
@@ -13,6 +13,11 @@ compared with that of the plain cache: KL(plain || packed) in nats per token. Wi
 more our cache lets a step see itself exactly and what came before as it is stored, as it does with
 every prompt; with a step of 8 or less each token sees itself as stored, too, as when decoding. The
 other caches always see what they store. --steps 64 8 measures both.
+
+"predecessor" is the method of turboquant-mlx-full 0.30.0, built anew here from its description:
+rotated, no mean taken off, groups of 64 with their root mean square in 16 bits as scale, nearest
+level, 3-bit codes ten to a word. The package itself has our import name, so both cannot run here;
+its signs are other ones, and a figure moves by a tenth or more with the signs.
 
 "bits" are stored bits per element at the end of a chunk, fixed costs (the mean key, first tokens
 in 16 bits) included, spare capacity not; "long" is the limit for long texts.
@@ -122,6 +127,9 @@ def peer_caches() -> dict[str, Callable[[], Any]]:
         f"mlx-lm {bits} g64": lambda bits=bits: Opened(QuantizedKVCache(64, bits))
         for bits in (8, 4)
     }
+    for key, value in ((4, 4), (8, 3), (3, 3), (2, 2)):
+        name = f"predecessor {key}" if key == value else f"predecessor k{key}v{value}"
+        made[name] = lambda key=key, value=value: Predecessor(key, value)
     try:
         from mlx_vlm.turboquant import TurboQuantKVCache as Theirs
     except ImportError:
@@ -149,6 +157,50 @@ class Opened:
     def __getattr__(self, name: str) -> Any:
         if name in ("bits", "group_size"):  # mlx-lm would take another path
             raise AttributeError(name)
+        return getattr(self.cache, name)
+
+
+class Predecessor:
+    """The predecessor's cache: what it stores, kept as the arrays that it decodes to."""
+
+    GROUP = 64
+
+    def __init__(self, key_bits: int, value_bits: int):
+        from mlx_lm.models.cache import KVCache
+
+        self.cache, self.widths = KVCache(), (key_bits, value_bits)
+
+    def update_and_fetch(self, keys, values):
+        pairs = zip((keys, values), self.widths, (42, 43), strict=True)
+        return self.cache.update_and_fetch(*(self.rounded(*pair) for pair in pairs))
+
+    def rounded(self, x, bits: int, seed: int):
+        """x [..., width] as it comes back."""
+        import mlx.core as mx
+
+        from turboquant_mlx.quant.codebook import boundaries, lloyd_max
+        from turboquant_mlx.quant.rotation import random_signs, rotate, unrotate
+
+        width = x.shape[-1]
+        signs = mx.array(random_signs(width, seed, "predecessor").astype(np.float32))
+        y = np.array(rotate(x.astype(mx.float32), width, signs))
+        groups = y.reshape(-1, min(self.GROUP, width))
+        scale = np.sqrt((groups * groups).mean(-1, keepdims=True)).astype(np.float16)
+        scale = np.maximum(scale.astype(np.float32), 1e-8)
+        levels = lloyd_max(bits)
+        near = levels[np.searchsorted(boundaries(levels), groups / scale)] * scale
+        back = unrotate(mx.array(near.reshape(y.shape)), width, signs)
+        return back.astype(mx.float16).astype(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its packed words and scales, for the tokens held."""
+        batch, heads, _, width = self.cache.keys.shape
+        words = sum(-(-width // (32 // bits)) for bits in self.widths)
+        scales = 2 * width // min(self.GROUP, width)
+        return batch * heads * self.cache.offset * (4 * words + 2 * scales)
+
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
 
@@ -185,7 +237,7 @@ def run(args: argparse.Namespace, folder: Path) -> int:
     kinds = [(name, long_bits, make) for name, long_bits, make in ours]
     if not args.no_peers:
         kinds += [(name, 0.0, make) for name, make in peer_caches().items()]
-    print(f"{'cache':14} {'step':>4} {'bits':>6} {'long':>6} {'KL':>8} {'top-1':>7} {'PPL':>7}")
+    print(f"{'cache':16} {'step':>4} {'bits':>6} {'long':>6} {'KL':>8} {'top-1':>7} {'PPL':>7}")
     rows, missed = [], []
     for step in args.steps:
         plain, elements = [], 0
@@ -212,7 +264,7 @@ def run(args: argparse.Namespace, folder: Path) -> int:
             if goal is not None and row.kl > goal:
                 missed.append(name)
             print(
-                f"{name:14} {step:4} {bits:6.3f} {long_bits or bits:6.3f} {row.kl:8.4f} "
+                f"{name:16} {step:4} {bits:6.3f} {long_bits or bits:6.3f} {row.kl:8.4f} "
                 f"{row.top1:7.1%} {row.perplexity:7.2f}{verdict}",
                 flush=True,
             )

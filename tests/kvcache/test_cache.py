@@ -104,6 +104,20 @@ def test_bytes_shrink_in_fact():
     assert cache.spare_nbytes <= max(16 * per_token, cache.nbytes / 16)
 
 
+@pytest.mark.parametrize("tokens", [1000, 4096])
+def test_at_3_5_bits_and_heads_of_128_a_token_takes_less_than_a_4_2th_of_16_bits(tokens):
+    """What is spare stays within a sixteenth of that, also right after the store has grown."""
+    cache = TurboQuantKVCache(3.5)
+    values = mx.random.normal((1, 1, tokens + 90, 128)).astype(mx.bfloat16)
+    cache.update_and_fetch(values[:, :, :tokens], values[:, :, :tokens])
+    for at in range(tokens, tokens + 90):
+        held = cache.nbytes - cache.spare_nbytes
+        assert held <= at * 2 * 128 * 2 / 4.2
+        assert cache.plain_nbytes == at * 2 * 128 * 2
+        assert cache.spare_nbytes <= held / 16
+        cache.update_and_fetch(*[values[:, :, at : at + 1]] * 2)
+
+
 def test_before_the_mean_key_is_known_everything_is_exact():
     cache = single(KVSpec(2, 2), WARM - 1)
     for held, true in zip(contents(cache), tokens(WARM - 1), strict=True):

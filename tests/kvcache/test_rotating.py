@@ -493,3 +493,27 @@ def test_requests_in_one_batch_equal_themselves_alone(model):
     for cache in caches.values():
         assert CacheReport.of(cache).packed == 2
         assert any(type(c) is TurboQuantRotatingKVCache for c in cache)
+
+
+def test_a_cache_of_a_given_size_keeps_the_first_four_tokens(tmp_path):
+    build_source(tmp_path / "m", "qwen3", dtype="float32")
+    model = load_model(tmp_path / "m")[0]
+    with pytest.raises(OptionError, match="window of 36 tokens is too short"):
+        install(model, KVSpec(8, 8), max_kv_size=36)
+    plain = make_prompt_cache(model, max_kv_size=64)
+    install(model, KVSpec(8, 8), max_kv_size=64)
+    packed = make_prompt_cache(model)
+    tokens = mx.random.randint(1, 60, (1, 150), key=mx.random.key(3))
+    for start in range(0, 90, 30):
+        pair = [model(tokens[:, start : start + 30], cache=c) for c in (plain, packed)]
+    for i in range(90, 150):
+        pair = [model(tokens[:, i : i + 1], cache=c) for c in (plain, packed)]
+        assert distances(*(np.array(x) for x in pair)).max() < 0.02
+    assert CacheReport.of(packed).left == {}
+    assert all((c.max_size, c.keep, c.offset) == (64, 4, 150) for c in packed)
+
+
+def test_a_model_with_caches_of_its_own_takes_no_size(model):
+    uninstall(model)
+    with pytest.raises(OptionError, match="makes caches of its own"):
+        install(model, KVSpec(8, 8), max_kv_size=64)

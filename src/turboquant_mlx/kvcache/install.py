@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..cli import notice
+from ..errors import OptionError
 from .cache import BatchTurboQuantKVCache, TurboQuantKVCache, batch_store
 from .packed import PackedCache, kind_of
 from .rotating import (
     BatchTurboQuantRotatingKVCache,
     TurboQuantRotatingKVCache,
     store_of_batch,
+    window_spec,
 )
 from .spec import (
     KVOptions,
@@ -34,6 +36,9 @@ from .spec import (
 )
 
 FULL, WINDOWS = ("KVCache", "BatchKVCache"), ("RotatingKVCache", "BatchRotatingKVCache")
+
+KEPT = 4
+"""First tokens that a cache of a given size never forgets, as in mlx-lm."""
 
 ATTENTION_PAIRS = ("longcat_flash", "longcat_flash_ngram")
 """Model types whose ``CacheList`` has two caches of attention. In the others a second ``KVCache``
@@ -101,15 +106,34 @@ def _is_window(entry: Any) -> bool:
     return kind_of(entry) in WINDOWS
 
 
-def install(model: Any, spec: KVSpec) -> None:
+def install(model: Any, spec: KVSpec, max_kv_size: int | None = None) -> None:
     """Let ``make_prompt_cache(model)`` make packed caches, for all of mlx-lm (generation, batches,
-    prompt caches, servers). For a vision-language model of mlx-vlm pass its ``language_model``."""
+    prompt caches, servers). For a vision-language model of mlx-vlm pass its ``language_model``.
+
+    Args:
+        model: of mlx-lm or mlx-vlm.
+        spec: how they are packed.
+        max_kv_size: tokens that a cache holds at most; older ones but the first four are forgotten.
+            Here and not in ``make_prompt_cache``, which leaves such a size aside for every model
+            that brings a ``make_cache``, and so for this one.
+
+    Raises:
+        OptionError: a size for a model that makes caches of its own, or one too short to be packed.
+    """
     uninstall(model)
     original: Callable[[], list[Any]] | None = getattr(model, "make_cache", None)
+    if max_kv_size is not None:
+        if original is not None:
+            raise OptionError("this model makes caches of its own, whose size cannot be set")
+        window_spec(spec, max_kv_size, KEPT)
 
     def make_cache() -> list[Any]:
-        made = original() if original else [KVCache() for _ in model.layers]
-        made = list(made)
+        if original:
+            made = list(original())
+        elif max_kv_size is not None:
+            made = [RotatingKVCache(max_kv_size, KEPT) for _ in model.layers]
+        else:
+            made = [KVCache() for _ in model.layers]
         pack_prompt_cache(made, spec, model)
         return made
 
