@@ -25,16 +25,22 @@ memory.
 Tables that all lanes look up at once are stored in several copies side by side, entry by entry, so
 that lanes with different copies never meet in one memory bank.
 
-Kernels are specialised by template arguments and built once for each back-end; MLX compiles each
-specialisation at its first use and keeps it.
+Kernels are specialised by template arguments, which become constants in their text, and built once
+for each back-end; MLX compiles each specialisation at its first use and keeps it. (MLX has template
+arguments as well, but goes through those of every call with a regular expression, which takes as
+long as all the rest of a call.) MLX also assembles the text at each call and hashes it at each
+evaluation, so CUDA gets it without comments and indentation, and with no more of the prelude than
+the kernel uses.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -91,6 +97,24 @@ typedef unsigned int tq_uint;
 #define TQ_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
 #define TQ_FUNNEL(low, high, shift) __funnelshift_r(low, high, shift)
 #define TQ_EXP2(x) exp2f(x)
+"""
+
+# Parts of the prelude that a kernel has if its text names what they are for.
+_CUDA_PARTS = [
+    (
+        r"\btq_widen\b|\bTQ_READ\b|\btq_read\b",
+        """
+__device__ __forceinline__ float2 tq_widen(const __half*, tq_uint v) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&v));
+}
+__device__ __forceinline__ float2 tq_widen(const __nv_bfloat16*, tq_uint v) {
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+""",
+    ),
+    (
+        r"\bTQ_READ\b|\btq_read\b",
+        """
 template <int N>
 __device__ __forceinline__ void tq_read(float* to, const float* from) {
   if ((reinterpret_cast<size_t>(from) & 15u) == 0u) {
@@ -101,12 +125,6 @@ __device__ __forceinline__ void tq_read(float* to, const float* from) {
   } else {
     TQ_UNROLL for (int i = 0; i < N; ++i) to[i] = from[i];
   }
-}
-__device__ __forceinline__ float2 tq_widen(const __half*, tq_uint v) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&v));
-}
-__device__ __forceinline__ float2 tq_widen(const __nv_bfloat16*, tq_uint v) {
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 template <int N, typename S>
 __device__ __forceinline__ void tq_read(float* to, const S* from) {
@@ -122,6 +140,12 @@ __device__ __forceinline__ void tq_read(float* to, const S* from) {
     TQ_UNROLL for (int i = 0; i < N; ++i) to[i] = float(from[i]);
   }
 }
+#define TQ_READ(to, count, from, offset) tq_read<count>(to, from + (offset))
+""",
+    ),
+    (
+        r"\bTQ_WRITE\b|\btq_write\b",
+        """
 template <int N>
 __device__ __forceinline__ void tq_write(float* to, const float* values) {
   TQ_UNROLL for (int i = 0; i < N; i += 4) {
@@ -137,6 +161,12 @@ __device__ __forceinline__ void tq_write(S* to, const float* values) {
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(part);
   }
 }
+#define TQ_WRITE(to, offset, values, count) tq_write<count>(to + (offset), values)
+""",
+    ),
+    (
+        r"\bTQ_PICK_PAIR\b|\bTQ_PICK_WORD\b|\btq_shifted\b",
+        """
 // `shift` is a constant after unrolling, so the compiler sees through these conditions.
 __device__ __forceinline__ tq_uint tq_shifted(
     tq_uint word, int shift, int bits, int size, tq_uint low) {
@@ -145,11 +175,19 @@ __device__ __forceinline__ tq_uint tq_shifted(
   const tq_uint mask = ((1u << bits) - 1u) << log;
   return ((shift >= log ? word >> (shift - log) : word << (log - shift)) & mask) | low;
 }
-#define TQ_READ(to, count, from, offset) tq_read<count>(to, from + (offset))
-#define TQ_WRITE(to, offset, values, count) tq_write<count>(to + (offset), values)
+""",
+    ),
+    (
+        r"\bTQ_PICK_BYTE\b",
+        """
 #define TQ_PICK_BYTE(table, word, j, copies, copy) \\
   (*reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + \\
       __dp4a(word, (4u * (copies)) << (8 * (j)), 4u * (copy))))
+""",
+    ),
+    (
+        r"\bTQ_PICK_PAIR\b",
+        """
 #define TQ_PICK_PAIR(first, second, table, word, shift, bits, copies, copy) \\
   { \\
     const float2 tq_pair = *reinterpret_cast<const float2*>( \\
@@ -158,10 +196,19 @@ __device__ __forceinline__ tq_uint tq_shifted(
     first = tq_pair.x; \\
     second = tq_pair.y; \\
   }
+""",
+    ),
+    (
+        r"\bTQ_PICK_WORD\b",
+        """
 #define TQ_PICK_WORD(table, word, shift, bits, copies, copy) \\
   (*reinterpret_cast<const tq_uint*>(reinterpret_cast<const char*>(table) + \\
       tq_shifted(word, shift, bits, 4 * (copies), 4u * (copy))))
-// What only NVIDIA's matrix units need.
+""",
+    ),
+    (
+        r"\btq_narrow\b|\btq_read_pairs\b",
+        """
 __device__ __forceinline__ tq_uint tq_narrow(const __half*, float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const tq_uint*>(&pair);
@@ -170,6 +217,11 @@ __device__ __forceinline__ tq_uint tq_narrow(const __nv_bfloat16*, float low, fl
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const tq_uint*>(&pair);
 }
+""",
+    ),
+    (
+        r"\btq_read_pairs\b",
+        """
 template <int N, typename S>
 __device__ __forceinline__ void tq_read_pairs(tq_uint* to, const S* from) {
   if ((reinterpret_cast<size_t>(from) & 15u) == 0u) {
@@ -183,6 +235,11 @@ __device__ __forceinline__ void tq_read_pairs(tq_uint* to, const S* from) {
     }
   }
 }
+""",
+    ),
+    (
+        r"\btq_tensor\b|\bTQ_TENSOR\b",
+        """
 #ifndef TQ_TENSOR
 #define TQ_TENSOR(type, sums, a0, a1, a2, a3, b0, b1) \\
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 " \\
@@ -200,7 +257,9 @@ __device__ __forceinline__ void tq_tensor(const __nv_bfloat16*, float* sums, tq_
                                           tq_uint b1) {
   TQ_TENSOR("bf16", sums, a0, a1, a2, a3, b0, b1);
 }
-"""
+""",
+    ),
+]
 
 _CUDA_PROLOGUE = """
   const uint tq_tid = threadIdx.x;
@@ -211,7 +270,20 @@ _CUDA_PROLOGUE = """
   (void)tq_tid; (void)tq_lane; (void)tq_warp; (void)tq_bx; (void)tq_by;
 """
 
-_PRELUDES = {"metal": _METAL_PRELUDE, "cuda": _CUDA_PRELUDE}
+_TYPES: dict[Dialect, dict[mx.Dtype, str]] = {
+    "metal": {
+        mx.float16: "float16_t",
+        mx.bfloat16: "bfloat16_t",
+        mx.float32: "float",
+        mx.uint8: "uint8_t",
+    },
+    "cuda": {
+        mx.float16: "__half",
+        mx.bfloat16: "__nv_bfloat16",
+        mx.float32: "float",
+        mx.uint8: "unsigned char",
+    },
+}
 _PROLOGUES = {"metal": _METAL_PROLOGUE, "cuda": _CUDA_PROLOGUE}
 
 Template = Sequence[tuple[str, Any]]
@@ -228,6 +300,8 @@ class Kernel:
         outputs: names of the outputs.
         body: what the function does, see the module's description.
         metal, cuda: what this kernel alone needs before its function, in each dialect.
+        constants: the template arguments of a specialisation.
+        family: name of the kernel that this one specialises; "" if it is none.
     """
 
     name: str
@@ -236,15 +310,54 @@ class Kernel:
     body: str
     metal: str = ""
     cuda: str = ""
+    constants: tuple[tuple[str, Any], ...] = ()
+    family: str = ""
     _built: dict[str, Call] = field(default_factory=dict, repr=False, compare=False)
+    _special: dict[int, tuple[Kernel, Template]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def header(self, dialect: Dialect) -> str:
         """What comes before the function."""
-        return _PRELUDES[dialect] + (self.metal if dialect == "metal" else self.cuda)
+        if dialect == "metal":
+            return _METAL_PRELUDE + self.metal
+        text = self.cuda + self.body
+        parts = [part for names, part in _CUDA_PARTS if re.search(names, text)]
+        return _CUDA_PRELUDE + "".join(parts) + self.cuda
 
     def source(self, dialect: Dialect) -> str:
         """What comes between the function's braces."""
-        return _PROLOGUES[dialect] + self.body
+        return self._constants_in(dialect) + _PROLOGUES[dialect] + self.body
+
+    def _constants_in(self, dialect: Dialect) -> str:
+        lines = []
+        for name, value in self.constants:
+            if isinstance(value, mx.Dtype):
+                lines.append(f"  using {name} = {_TYPES[dialect][value]};\n")
+            else:
+                kind = "bool" if isinstance(value, bool) else "int"
+                lines.append(f"  constexpr {kind} {name} = {str(value).lower()};\n")
+        return "".join(lines)
+
+    def specialised(self, template: Template) -> Kernel:
+        """This kernel with template arguments as constants; the same one for the same object."""
+        if not template:
+            return self
+        found = self._special.get(id(template))
+        if found is None:
+            values = "_".join(f"{name}={value}" for name, value in template)
+            digest = hashlib.sha256(values.encode()).hexdigest()[:16]
+            kernel = replace(
+                self,
+                name=f"{self.name}_{digest}",
+                constants=tuple(template),
+                family=self.name,
+                _built={},
+                _special={},
+            )
+            # the template is held, so that no other gets its id
+            found = self._special[id(template)] = (kernel, template)
+        return found[0]
 
     def build(self, dialect: Dialect) -> Call:
         """MLX's own kernel object, made once.
@@ -254,12 +367,15 @@ class Kernel:
         """
         if dialect not in self._built:
             make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
+            source, header = self.source(dialect), self.header(dialect)
+            if dialect == "cuda":
+                source, header = compact(source), compact(header)
             self._built[dialect] = make(
                 name=self.name,
                 input_names=list(self.inputs),
                 output_names=list(self.outputs),
-                source=self.source(dialect),
-                header=self.header(dialect),
+                source=source,
+                header=header,
             )
         return self._built[dialect]
 
@@ -279,22 +395,29 @@ class Kernel:
         Args:
             dialect: "metal" or "cuda".
             inputs: in the order of ``self.inputs``.
-            template: names and values of the template arguments, the same names at each call.
+            template: names and values of the template arguments. Each object makes a specialisation
+                of its own, so the caller keeps it and passes the same again.
             shapes, dtypes: of the outputs.
 
         Returns:
             the outputs, lazy.
         """
         make = getattr(_local, "stand_in", None)
-        call = self.build(dialect) if make is None else make(self, dialect)
+        kernel = self.specialised(template)
+        call = kernel.build(dialect) if make is None else make(kernel, dialect)
         return call(
             inputs=inputs,
-            template=template,
             grid=(groups[0] * threads, groups[1], 1),
             threadgroup=(threads, 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,
         )
+
+
+def compact(text: str) -> str:
+    """C++ without comments, indentation and empty lines."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in text.split("\n"))
+    return "\n".join(line for line in lines if line) + "\n"
 
 
 _local = threading.local()
@@ -312,3 +435,8 @@ def stand_in(make: Callable[[Kernel, Dialect], Call]) -> Iterator[None]:
         yield
     finally:
         _local.stand_in = previous
+
+
+def has_stand_in() -> bool:
+    """Whether something stands in for MLX's kernels in this thread."""
+    return getattr(_local, "stand_in", None) is not None

@@ -5,9 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels.replay import Replay
 from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight
 from .rotation_group import RotationGroup
+
+PACKED_ARRAYS = ("codes", "scales", "table")
+"""Parameters of every packed layer, QJL left out."""
 
 
 class PackedLayer(nn.Module):
@@ -45,6 +49,8 @@ class PackedLayer(nn.Module):
         self.group = group
         self.use_qjl = spec.qjl
         group.join(self, leads)
+        self.replay = Replay()
+        self.has_kernel: bool | None = None  # for the whole group at once; None until asked
 
         scale_dtype = mx.uint8 if spec.scale_layout == "log8" else mx.float16
         self.codes = mx.zeros((*rows, spec.words_per_row(width)), mx.uint32)

@@ -8,10 +8,12 @@ from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import backend, is_differentiated, is_traced, kernels_of_backend
 from ..kernels.gather import are_few, gather_matmul, joint_gather_matmul
 from ..kernels.matvec import why_not_jointly
-from ..kernels.rotate import rotated_input
+from ..kernels.replay import Program
+from ..kernels.rotate import rotate_rows, rotated_input
+from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedExperts, packed_matrix
-from .packed import PackedLayer
+from .packed import PACKED_ARRAYS, PackedLayer
 from .rotation_group import RotationGroup
 
 
@@ -33,7 +35,6 @@ class TurboQuantSwitchLinear(PackedLayer):
     ):
         super().__init__(spec, shape, group=group, leads=leads, bias=bias)
         self.expanded = ExpandedExperts(self.weight_version, self._cpu_matrix)
-        self.jointly: bool | None = None  # whether there is a kernel for the group, once asked
 
     @property
     def num_experts(self) -> int:
@@ -66,32 +67,48 @@ class TurboQuantSwitchLinear(PackedLayer):
         return expert_product(wide, indices, expanded.matrix, self.output_dims).astype(x.dtype)
 
     def _with_its_group(self, x: mx.array, indices: mx.array) -> mx.array | None:
-        """The products by a kernel that makes those of the whole group (gate and up), or None.
+        """A few rows by the kernels, gate and up at once, or None if they cannot.
 
-        While one token is generated a launch costs about as much as what it does.
+        While one token is generated, the host's time for a call is what counts.
         """
         group = self.group
-        if self.training or self.use_qjl or group.size == 1:
+        if self.training or self.use_qjl or not self._group_has_kernel():
             return None
         dialect = kernels_of_backend(x.dtype)
         if dialect is None or not are_few(x, indices, self.num_experts, dialect):
             return None
-        if not self._has_joint_kernel():
-            return None
 
-        def make() -> list[mx.array]:
+        def make() -> Program:
             weights = [layer.packed() for layer in group.layers]
-            return joint_gather_matmul(rotated_input(group, x), weights, indices, dialect)
 
-        outputs = group.once(x, ("products", _Same(indices)), make)
+            def program(x: mx.array, indices: mx.array) -> list[mx.array]:
+                rotated = rotate_rows(x, group.block, group.multiplier, dialect)
+                if len(weights) == 1:
+                    return [gather_matmul(rotated, weights[0], indices)]
+                return joint_gather_matmul(rotated, weights, indices, dialect)
+
+            return program
+
+        held = tuple(layer[name] for layer in group.layers for name in PACKED_ARRAYS)
+        held += (group.multiplier,)
+        # held by the first of the layers, which the group names to all of them
+        replay = group.layers[0].replay
+        kind = ("products", _Same(indices))
+        outputs = group.once(x, kind, lambda: replay(held, make, x, indices))
         return next(y for y, layer in zip(outputs, group.layers, strict=True) if layer is self)
 
-    def _has_joint_kernel(self) -> bool:
-        if self.jointly is None:
+    def _group_has_kernel(self) -> bool:
+        """Whether there is a kernel for the layers of the group together."""
+        if self.has_kernel is None:
             layers = [n for n in self.group.layers if isinstance(n, TurboQuantSwitchLinear)]
-            whole = len(layers) == self.group.size
-            self.jointly = whole and not why_not_jointly([n.packed() for n in layers])
-        return self.jointly
+            weights = [layer.packed() for layer in layers]
+            if len(layers) < self.group.size:
+                self.has_kernel = False
+            elif len(layers) == 1:
+                self.has_kernel = not why_no_kernel(weights[0])
+            else:
+                self.has_kernel = not why_not_jointly(weights)
+        return self.has_kernel
 
     def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed().expert(expert), self.use_qjl, keep)
