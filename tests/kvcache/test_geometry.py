@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import random
 import sys
 import types
 from pathlib import Path
@@ -571,3 +572,36 @@ class TestPublishedConfigs:
         assert geometry.count("state") == 36
         assert isinstance(geometry.layers[0][0], State)
         assert isinstance(geometry.layers[3][0], Attention)
+
+
+class TestHostileConfigs:
+    JUNK = (
+        *(None, 0, 1, -1, 3, 2**39, 10**30, True, False, 1.5, float("nan"), "x", "", [], {}),
+        *([1], ["full_attention"] * 4, [None] * 40, [[]] * 40, ["a", {}], {"a": []}),
+        *([{"attention": {"n_heads_in_group": value}}] * 40 for value in (0, "a")),
+    )
+    FIELDS = (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "layer_types", "sliding_window", "sliding_window_pattern", "kv_lora_rank"),
+        *("qk_rope_head_dim", "n_layer", "n_layers", "num_layers", "hybrid_override_pattern"),
+        *("block_configs", "compress_ratios", "kv_source_layer_ids", "linear_attn_config"),
+        *("layers_block_type", "block_types", "text_config", "architectures", "model_type"),
+    )
+
+    @pytest.mark.parametrize("model_type", sorted(RULES))
+    def test_give_a_cost_above_zero_or_none_and_no_other_error(self, model_type):
+        chance = random.Random(model_type)
+        for _ in range(60):
+            config = {"model_type": model_type}
+            if chance.random() < 0.7:
+                config = dict(CONFIGS.get(model_type, config))
+            fields = [*self.FIELDS, *config]
+            for _ in range(chance.randint(1, 4)):
+                config[chance.choice(fields)] = chance.choice(self.JUNK)
+            geometry = describe(config)
+            if geometry is None:
+                assert why_unknown(config)
+            else:
+                assert geometry.layers
+                assert geometry.nbytes(300) >= 0
+                assert all(p.heads for p in geometry.pieces() if isinstance(p, Attention))

@@ -235,5 +235,25 @@ def why_unknown(config: Mapping[str, Any]) -> str:
 
 def _describe(config: Mapping[str, Any]) -> Geometry:
     name, settings = table.find(config, text_config(config))
-    layers = table.RULES[name](settings)
-    return Geometry(name, tuple(layers), settings.assumed)
+    try:
+        layers = tuple(table.RULES[name](settings))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # values of kinds that no honest config has; which, the rules do not check one by one
+        raise UnknownGeometryError(f"config.json does not describe the layers: {error}") from error
+    _check(layers)
+    return Geometry(name, layers, settings.assumed)
+
+
+def _check(layers: tuple[Layer, ...]) -> None:
+    """Refuse what would be counted as nothing."""
+    pieces = [piece for layer in layers for piece in layer]
+    if not pieces:
+        raise UnknownGeometryError("config.json describes no layer that keeps anything")
+    for piece in pieces:
+        if isinstance(piece, State):
+            continue
+        both = piece.kind in ("full", "chunked", "latent")
+        if not piece.heads or not piece.key_dim or (both and not piece.value_dim):
+            raise UnknownGeometryError("config.json describes keys and values of no size")
+        if piece.window == 0:
+            raise UnknownGeometryError("config.json describes a window of no tokens")

@@ -11,6 +11,11 @@ from .vision_defaults import VISION_DEFAULTS
 
 # The largest number that any field of an honest config has.
 _LARGEST = 1 << 40
+# Fields of which a model has as many layers, or runs through them so often.
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers"),
+    *("num_loops", "H_cycles", "L_cycles"),
+)
 _MOST_LAYERS = 10_000
 
 
@@ -52,6 +57,8 @@ class Settings:
             raise UnknownGeometryError(f"config.json has no {name}")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
             raise UnknownGeometryError(f"config.json: {name} {value!r} is not a size")
+        if name in _COUNTS and value > _MOST_LAYERS:
+            raise UnknownGeometryError(f"config.json: {name} {value} is not that of a model")
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
@@ -92,10 +99,7 @@ class Settings:
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        number = self.positive("num_hidden_layers")
-        if number > _MOST_LAYERS:
-            raise UnknownGeometryError(f"config.json: {number} layers are not a model")
-        return number
+        return self.positive("num_hidden_layers")
 
     @property
     def heads(self) -> int:
