@@ -48,6 +48,8 @@ _FUSED_DIMS = {"metal": (64, 80, 128), "cuda": (64, 80, 96, 128), "cpu": ()}
 _SCORE_COPIES = 2
 # Scores and their exponentials in each of two threads (kernels.cpu_attention.SCORE_BYTES).
 _CPU_SCORE_BYTES = 4 * MIB * 4
+# The two sums of a layer's residual stream, in 16 bits, until a chunk is done.
+_CPU_KEPT = 4
 # Share of the free memory that the CPU back-end fills with float32 copies of the weights.
 _CPU_KEEP_SHARE = 0.7
 # Resident memory of Python with MLX, mlx-lm, NumPy and transformers imported, and what a tokenizer
@@ -362,30 +364,19 @@ def _workspace(
     layers = weights.layers or 1
     live = rows * (_LIVE_HIDDEN * hidden + _LIVE_MLP * inner) * width
     if machine.backend == "cpu":
-        live += rows * layers * _kept_on_cpu(geometry, heads, hidden, inner)
+        live += rows * layers * _CPU_KEPT * hidden
     else:
         live *= min(layers, _LIVE_LAYERS)
     attention, grown = _attention(geometry, heads, machine, rows, request)
-    logits = vocabulary * 3 * 4
+    # MLX never computes logits that nobody asks for; on the CPU products leave it one by one, the
+    # last one too: those of the whole chunk, in float32 for NumPy and in 16 bits for MLX
+    logits = rows * vocabulary * (4 + 2) if machine.backend == "cpu" else vocabulary * 3 * 4
     decode = _DECODE_BYTES if weights.quantization == "turboquant" else 0
     if machine.backend == "cpu":
         decode = 0
-    basis = f"chunks of {step} tokens: activations, attention, logits of one row"
+    kind = "all logits" if machine.backend == "cpu" else "logits of one row"
+    basis = f"chunks of {step} tokens: activations, attention, {kind}"
     return Term(live + attention + grown + logits + decode, basis)
-
-
-def _kept_on_cpu(geometry: Geometry | None, heads: int, hidden: int, inner: int) -> int:
-    """Bytes per token and layer that stay until a chunk is done: what norms and products gave.
-
-    Products leave MLX for NumPy one by one there, which evaluates each; the chunk's graph still
-    refers to their results, in 16 bits.
-    """
-    pieces = [] if geometry is None else geometry.pieces()
-    attention = [piece for piece in pieces if isinstance(piece, Attention)]
-    queries = max((heads * piece.key_dim for piece in attention), default=hidden)
-    keys_values = max((p.heads * (p.key_dim + p.value_dim) for p in attention), default=2 * hidden)
-    # two norms, the projection of attention's answer and that of the MLP's; gate and up
-    return 2 * (4 * hidden + 2 * inner + queries + keys_values)
 
 
 def _attention(
