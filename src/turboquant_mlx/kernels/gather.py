@@ -17,6 +17,7 @@ import numpy as np
 from ..quant.weight import PackedWeight, dequantize_rows
 from .dialect import Dialect
 from .expand import expand
+from .in_flight import note_decoded
 from .matmul import BLOCK_BYTES, has_sketch, kernel_dialect, sketch_input, sketch_of
 from .matvec import gather_matvec, joint_gather
 from .selection import gather_entries
@@ -114,12 +115,16 @@ def _in_blocks(
     out = None
     for start in range(0, experts, step):
         stop = min(start + step, experts)
+        dense = decode(weight.rows(start, stop), dtype)
         y = mx.gather_mm(
             x.astype(dtype),
-            decode(weight.rows(start, stop), dtype).swapaxes(-1, -2),
+            dense.swapaxes(-1, -2),
             rhs_indices=mx.clip(indices, start, stop - 1) - start,
             sorted_indices=sorted_indices,
         ).astype(x.dtype)
+        n_bytes = dense.nbytes
+        del dense  # the graph alone holds it, until it has been used
+        note_decoded(y, n_bytes)
         if step < experts:
             inside = (indices >= start) & (indices < stop)
             y = mx.where(inside[..., None, None], y, mx.zeros_like(y))

@@ -20,6 +20,7 @@ from ..quant.weight import PackedWeight, dequantize_rows
 from .dialect import Dialect
 from .dispatch import kernels_of_backend
 from .expand import expand
+from .in_flight import note_decoded
 from .matvec import matvec
 from .rotate import rotate_rows
 from .selection import DECODED_BYTES, MATVEC_ROWS
@@ -114,7 +115,12 @@ def _kernel_matmul(x: mx.array, weight: PackedWeight, use_qjl: bool, dialect: Di
 
 
 def _expand_and_multiply(x: mx.array, weight: PackedWeight, dialect: Dialect) -> mx.array:
-    parts = [x @ dense.T for dense, _, _ in dense_blocks(weight, x.dtype, dialect)]
+    parts = []
+    for dense, _, _ in dense_blocks(weight, x.dtype, dialect):
+        parts.append(x @ dense.T)
+        n_bytes = dense.nbytes
+        del dense  # the graph alone holds it, until it has been used
+        note_decoded(parts[-1], n_bytes)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 

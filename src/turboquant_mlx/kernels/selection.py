@@ -32,6 +32,10 @@ with each expert, and its result is then read once more."""
 DECODED_BYTES = 128 * 2**20
 """Bytes of decoded weight at a time where more rows are multiplied. Unmeasured."""
 
+IN_FLIGHT_BYTES = 256 * 2**20
+"""Decoded bytes after which work is handed to the GPU, see ``in_flight``; about twice as many are
+in memory at once. Unmeasured."""
+
 TABLE_BYTES: dict[Dialect, int] = {"metal": 8 * 2**10, "cuda": 32 * 2**10}
 """Shared memory for the copies of a table. On CUDA as many copies as lanes, or fewer of wider
 entries, keep lanes out of each other's memory banks; Apple GPUs share 32 KiB between the
