@@ -429,8 +429,7 @@ class PackedStore:
         gone = [max(0, column - p) for p in self.padding]
         if not any(gone):
             return
-        for r, n in enumerate(gone):
-            held = self.raw_lengths()[r]
+        for r, (n, held) in enumerate(zip(gone, self.raw_lengths(), strict=True)):
             left = held - self.keep - n  # tokens in 16 bits that stay, behind those kept
             if n and held > self.keep and self.raw_keys is not None:
                 for raw in (self.raw_keys, self.raw_values):
