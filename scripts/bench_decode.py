@@ -5,8 +5,9 @@
 
 The models are Llamas of random weights (scripts/made_up.py), each made, measured and dropped in
 turn. mlx-lm's own loop writes --tokens greedy tokens after a prompt of --prompt-tokens; the median
-time of a token counts, over all but the first tokens. Peak memory is MLX's counter while it writes,
-"over stored" what it takes beyond the bytes of the weights and the key-value cache.
+time of a token counts, over all but the first tokens. "over stored" is what MLX's counter shows at
+most beyond the bytes of the weights and the key-value cache. Then a prompt of --prefill-tokens is
+read, the best of three times.
 
 --check writes the same tokens twice, on the GPU and by the reference on the CPU, always from the
 same tokens before them, and reports where the two would have gone on differently: two logits must
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         help="bf16, affine, scalar or trellis, each of the last three with its bits",
     )
     parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--prefill-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--check", action="store_true", help="compare tokens, measure nothing")
     args = parser.parse_args(argv)
@@ -67,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def prompt_of(args: argparse.Namespace) -> Any:
+def prompt_of(args: argparse.Namespace, tokens: int) -> Any:
     import mlx.core as mx
 
-    return mx.arange(args.prompt_tokens) * 7 % made_up.SHAPES[args.shape]["vocab_size"]
+    return mx.arange(tokens) * 7 % made_up.SHAPES[args.shape]["vocab_size"]
 
 
 def measure(model: Any, args: argparse.Namespace) -> dict:
@@ -79,25 +81,28 @@ def measure(model: Any, args: argparse.Namespace) -> dict:
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    def write(count: int) -> tuple[list[float], Any]:
-        cache = make_prompt_cache(model)
+    def write(count: int, prompt_tokens: int) -> tuple[list[float], Any]:
+        cache, prompt = make_prompt_cache(model), prompt_of(args, prompt_tokens)
+        mx.eval(prompt)
         times = [time.perf_counter()]
-        for _ in generate_step(prompt_of(args), model, max_tokens=count, prompt_cache=cache):
+        for _ in generate_step(prompt, model, max_tokens=count, prompt_cache=cache):
             times.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(times)], cache
 
-    write(8)
+    write(8, args.prompt_tokens)
     mx.reset_peak_memory()
-    seconds, cache = write(args.tokens)
+    seconds, cache = write(args.tokens, args.prompt_tokens)
     kv_bytes = sum(layer.nbytes for layer in cache)
     token_s = statistics.median(seconds[4:])
     peak = mx.get_peak_memory()
+    prefill_s = min(write(1, args.prefill_tokens)[0][0] for _ in range(3))
     return {
         "token_ms": 1e3 * token_s,
         "tokens_per_s": 1 / token_s,
         "peak_bytes": peak,
         "kv_bytes": kv_bytes,
         "over_stored": peak / (made_up.stored_bytes(model) + kv_bytes) - 1,
+        "prefill_tokens_per_s": args.prefill_tokens / prefill_s,
     }
 
 
@@ -107,14 +112,15 @@ def speed_table(rows: list[dict]) -> list[str]:
     lines = [
         f"{'weights':10}{'stored GB':>10}{'token ms':>10}{'tokens/s':>10}"
         + "".join(f"{'x ' + name:>11}" for name in names)
-        + f"{'peak GB':>9}{'over stored':>13}"
+        + f"{'peak GB':>9}{'over stored':>13}{'prefill/s':>11}"
     ]
     for row in rows:
         lines.append(
             f"{row['weights']:10}{row['stored_bytes'] / 1e9:10.2f}{row['token_ms']:10.2f}"
             f"{row['tokens_per_s']:10.1f}"
             + "".join(f"{row['tokens_per_s'] / rates[name]:11.2f}" for name in names)
-            + f"{row['peak_bytes'] / 1e9:9.2f}{row['over_stored']:12.1%}"
+            + f"{row['peak_bytes'] / 1e9:9.2f}{row['over_stored']:13.1%}"
+            + f"{row['prefill_tokens_per_s']:11.0f}"
         )
     return lines
 
@@ -128,7 +134,7 @@ def check(model: Any, args: argparse.Namespace) -> dict:
 
     here = mx.default_device()
     caches = {device: make_prompt_cache(model) for device in ("here", "cpu")}
-    tokens = prompt_of(args)[None]
+    tokens = prompt_of(args, args.prompt_tokens)[None]
     differences = []
     for step in range(args.tokens):
         logits = model(tokens, cache=caches["here"])[0, -1]
