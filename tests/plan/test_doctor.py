@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 import damage as d
+import tiny
 from converting import Workshop
 from turboquant_mlx.plan.doctor import environment
 from turboquant_mlx.plan.doctor.command import main
@@ -278,3 +279,17 @@ class TestTheSelfTest:
         assert bool(failures) == (backend != "portable")
         assert all(check.message for check in checks)
         assert all(check.message.startswith(backend) for check in checks if check not in failures)
+
+
+class TestTypesThatOnlyMlxVlmLoads:
+    def test_are_a_warning_and_no_failure(self, doctor, tmp_path):
+        pytest.importorskip("mlx_vlm")
+        tiny.build_source(tmp_path / "m", "llama")
+        config = json.loads((tmp_path / "m" / "config.json").read_text())
+        (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": "mage_vl"}))
+        code, checks, _ = doctor("--model", str(tmp_path / "m"), "--ram-gb", "16")
+        assert checks["model.type"]["status"] == "warn"
+        assert checks["model.loads"]["status"] == "warn"
+        assert checks["fit.projection"]["status"] == "pass"
+        assert {c["id"] for c in checks.values() if c["status"] == "fail"} <= {"model.tokenizer"}
+        assert code == int(checks["model.tokenizer"]["status"] == "fail")

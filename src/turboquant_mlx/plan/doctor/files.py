@@ -33,7 +33,7 @@ def check_files(model: ModelFiles) -> list[Check]:
         checks.append(_presence(model))
         return checks
     if all(check.status != "fail" for check in checks):
-        checks.append(check_loads(model.path))
+        checks.append(check_loads(model))
     checks += check_tokenizer(model)
     return checks
 
@@ -63,7 +63,7 @@ def check_type(model: ModelFiles) -> Check:
     inner = text_config(model.config).get("model_type")
     if _has_module("mlx_lm", [name]):
         return passed("model.type", f"{name}, which the installed mlx-lm knows")
-    if _has_module("mlx_vlm", [name]):
+    if _has_module("mlx_vlm", [name.lower()]):
         return warned(
             "model.type",
             f"{name} is known to mlx-vlm only",
@@ -137,8 +137,19 @@ def check_remote_code(model: ModelFiles) -> Check:
     return passed("model.code", "no code of its own has to run")
 
 
-def check_loads(path: Path) -> Check:
+def check_loads(model: ModelFiles) -> Check:
     """Whether the model's class takes these tensors, all of them and no others; reads none."""
+    path = model.path
+    assert path is not None
+    if (
+        not _has_module("mlx_lm", [model.model_type or ""])
+        and model.config.get("model_file") is None
+    ):
+        return warned(
+            "model.loads",
+            "mlx-lm has no class for it, so nothing was asked whether it takes these tensors",
+            "mlx-vlm says so when it loads the model",
+        )
 
     def work() -> str:
         from ...checkpoint.loader import load_model
