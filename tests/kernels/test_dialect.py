@@ -13,7 +13,7 @@ import pytest
 
 from kernel_cases import activation, packed, running
 from turboquant_mlx.kernels import expand, matvec, rotate
-from turboquant_mlx.kernels.dialect import Kernel, stand_in
+from turboquant_mlx.kernels.dialect import Kernel, compact, stand_in
 from turboquant_mlx.quant.spec import QuantSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -77,7 +77,7 @@ def test_the_metal_text_is_the_one_in_review(work, spec):
     trace = pytest.importorskip("metal_on_cpu").trace
     kernel, inputs, call = a_call(work, "metal", spec)
     text = trace(kernel.build("metal"), inputs, **call).text
-    kept = GOLDEN / f"{kernel.name}.metal"
+    kept = GOLDEN / f"{kernel.family}.metal"
     if os.environ.get("TQ_UPDATE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)
         kept.write_text(text)
@@ -89,7 +89,7 @@ def test_the_matrix_units_are_used_on_cuda_alone():
         for dtype in (mx.float16, mx.bfloat16, mx.float32):
             kernel, _, _ = a_call("matvec", dialect, dtype=dtype)
             expected = dialect == "cuda" and dtype != mx.float32
-            assert (kernel is matvec.MATVEC.tensor) == expected
+            assert (kernel.family == matvec.MATVEC.tensor.name) == expected
 
 
 @pytest.mark.parametrize("kernel", FOR_BOTH, ids=name_of)
@@ -121,6 +121,26 @@ def test_bodies_follow_the_rules_of_the_dialects(kernel):
 def test_a_kernel_is_built_once():
     kernel, dialect = matvec.MATVEC.multiply, "cuda" if mx.cuda.is_available() else "metal"
     assert kernel.build(dialect) is kernel.build(dialect)
+    template = [("T", mx.float16), ("BITS", 3), ("LOG8", True)]
+    special = kernel.specialised(template)
+    assert special is kernel.specialised(template)
+    assert kernel.specialised([]) is kernel
+    assert special.name != kernel.specialised([("T", mx.float16), ("BITS", 4)]).name
+    assert special.family == kernel.name
+    lines = "  using T = float16_t;\n  constexpr int BITS = 3;\n  constexpr bool LOG8 = true;\n"
+    assert special.source("metal") == lines + kernel.source("metal")
+
+
+def test_cuda_gets_no_more_text_than_it_needs(monkeypatch):
+    """MLX goes through the text at each call and each evaluation."""
+    built = {}
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **text: built.update(text), raising=False)
+    kernel = Kernel("some", ("x",), ("y",), "\n\n  // a reason\n  TQ_SYNC();  // another\n")
+    kernel.build("cuda")
+    assert built["source"].endswith("\nTQ_SYNC();\n")
+    assert "tq_read" not in built["header"]
+    assert "#define TQ_SYNC() __syncthreads()\n" in built["header"]
+    assert not re.search("//|^ |\n\n| $", built["header"] + built["source"], re.MULTILINE)
 
 
 def test_names_are_unique():
@@ -148,27 +168,19 @@ _CUDA_NAMES = {
 
 def cuda_program(kernel: Kernel, inputs: list[mx.array], call: dict) -> str:
     """The CUDA text of a kernel as MLX wraps it, as far as a compiler must see it."""
-    source = kernel.source("cuda")
+    source = compact(kernel.source("cuda"))
     parameters = []
     for name, array in zip(kernel.inputs, inputs, strict=True):
         parameters.append(f"const {_CUDA_NAMES[array.dtype]}* {name}")
         parameters += [f"const Dims {name}_shape"] * (f"{name}_shape" in source)
     for name, dtype in zip(kernel.outputs, call["output_dtypes"], strict=True):
         parameters.append(f"{_CUDA_NAMES[dtype]}* {name}")
-    lines = []
-    for name, value in call["template"]:
-        if isinstance(value, bool | int):
-            kind = "bool" if isinstance(value, bool) else "int"
-            lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
-        else:
-            lines.append(f"using {name} = {_CUDA_NAMES[value]};")
     return "\n".join(
         [
             "struct Dims { int at[10]; __device__ int operator[](int i) const { return at[i]; } };",
-            kernel.header("cuda"),
+            compact(kernel.header("cuda")),
             "namespace mlx::core::cu {",
             f'extern "C" __global__ void kernel({", ".join(parameters)}) {{',
-            *lines,
             source,
             "}}",
         ]

@@ -21,8 +21,7 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int R, int WARPS>
-[[kernel]] void custom_kernel_turboquant_expand__float16_t_3_8_0_64_1_16_8_4_8_uint32_t_uint8_t_float_float16_t(
+[[kernel]] void custom_kernel_turboquant_expand_a5c04e456cd19985_uint32_t_uint8_t_float_float16_t(
   const device uint32_t* codes [[buffer(0)]],
   const constant int* codes_shape [[buffer(1)]],
   const device uint8_t* scales [[buffer(2)]],
@@ -33,6 +32,16 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
+  using T = float16_t;
+  constexpr int BITS = 3;
+  constexpr int WINDOW = 8;
+  constexpr int TILE = 0;
+  constexpr int GROUP = 64;
+  constexpr bool LOG8 = true;
+  constexpr int UNIT = 16;
+  constexpr int COPIES = 8;
+  constexpr int R = 4;
+  constexpr int WARPS = 8;
 
   const uint tq_tid = thread_index_in_threadgroup;
   const uint tq_lane = thread_index_in_simdgroup;
@@ -157,5 +166,3 @@ template <typename T, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int 
   }
 
 }
-
-template [[host_name("custom_kernel_turboquant_expand__float16_t_3_8_0_64_1_16_8_4_8_uint32_t_uint8_t_float_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_expand__float16_t_3_8_0_64_1_16_8_4_8_uint32_t_uint8_t_float_float16_t<float16_t, 3, 8, 0, 64, 1, 16, 8, 4, 8>) custom_kernel_turboquant_expand__float16_t_3_8_0_64_1_16_8_4_8_uint32_t_uint8_t_float_float16_t<float16_t, 3, 8, 0, 64, 1, 16, 8, 4, 8>;

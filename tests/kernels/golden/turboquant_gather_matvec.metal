@@ -21,8 +21,7 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
-[[kernel]] void custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
+[[kernel]] void custom_kernel_turboquant_gather_matvec_37188fd42488ac8b_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t(
   const device float16_t* x [[buffer(0)]],
   const constant int* x_shape [[buffer(1)]],
   const device uint32_t* codes [[buffer(2)]],
@@ -37,6 +36,20 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
+  using T = float16_t;
+  using S = uint8_t;
+  constexpr int BITS = 3;
+  constexpr int WINDOW = 8;
+  constexpr int TILE = 0;
+  constexpr int GROUP = 64;
+  constexpr bool LOG8 = true;
+  constexpr int UNIT = 16;
+  constexpr int COPIES = 8;
+  constexpr int ROWS = 1;
+  constexpr int R = 2;
+  constexpr int SPLIT = 1;
+  constexpr int SPAN = 1;
+  constexpr int WARPS = 8;
 
   const uint tq_tid = thread_index_in_threadgroup;
   const uint tq_lane = thread_index_in_simdgroup;
@@ -261,5 +274,3 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   }
 
 }
-
-template [[host_name("custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 2, 1, 1, 8>) custom_kernel_turboquant_gather_matvec__float16_t_uint8_t_3_8_0_64_1_16_8_1_2_1_1_8_float16_t_uint32_t_uint8_t_float_uint32_tc_float16_t<float16_t, uint8_t, 3, 8, 0, 64, 1, 16, 8, 1, 2, 1, 1, 8>;

@@ -30,8 +30,7 @@
   TQ_UNROLL for (int tq_i = 0; tq_i < 4; ++tq_i) { \
     to[tq_i] = table[((key) * uint(copies) + (copy)) * 4u + uint(tq_i)]; \
   }
-template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, bool LOG8, int UNIT, int COPIES, int ROWS, int R, int SPLIT, int SPAN, int WARPS>
-[[kernel]] void custom_kernel_turboquant_gather_matvec_ternary__float16_t_float16_t_2_2_0_64_0_20_4_1_2_1_1_8_float16_t_uint32_t_float16_t_floatc_uint32_tc_float16_t(
+[[kernel]] void custom_kernel_turboquant_gather_matvec_ternary_f2814a345fe381b9_float16_t_uint32_t_float16_t_floatc_uint32_tc_float16_t(
   const device float16_t* x [[buffer(0)]],
   const constant int* x_shape [[buffer(1)]],
   const device uint32_t* codes [[buffer(2)]],
@@ -46,6 +45,20 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
+  using T = float16_t;
+  using S = float16_t;
+  constexpr int BITS = 2;
+  constexpr int WINDOW = 2;
+  constexpr int TILE = 0;
+  constexpr int GROUP = 64;
+  constexpr bool LOG8 = false;
+  constexpr int UNIT = 20;
+  constexpr int COPIES = 4;
+  constexpr int ROWS = 1;
+  constexpr int R = 2;
+  constexpr int SPLIT = 1;
+  constexpr int SPAN = 1;
+  constexpr int WARPS = 8;
 
   const uint tq_tid = thread_index_in_threadgroup;
   const uint tq_lane = thread_index_in_simdgroup;
@@ -184,5 +197,3 @@ template <typename T, typename S, int BITS, int WINDOW, int TILE, int GROUP, boo
   }
 
 }
-
-template [[host_name("custom_kernel_turboquant_gather_matvec_ternary__float16_t_float16_t_2_2_0_64_0_20_4_1_2_1_1_8_float16_t_uint32_t_float16_t_floatc_uint32_tc_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_gather_matvec_ternary__float16_t_float16_t_2_2_0_64_0_20_4_1_2_1_1_8_float16_t_uint32_t_float16_t_floatc_uint32_tc_float16_t<float16_t, float16_t, 2, 2, 0, 64, 0, 20, 4, 1, 2, 1, 1, 8>) custom_kernel_turboquant_gather_matvec_ternary__float16_t_float16_t_2_2_0_64_0_20_4_1_2_1_1_8_float16_t_uint32_t_float16_t_floatc_uint32_tc_float16_t<float16_t, float16_t, 2, 2, 0, 64, 0, 20, 4, 1, 2, 1, 1, 8>;

@@ -21,8 +21,7 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename Y, int BLOCK, int POWER, int NORM, int THREADS>
-[[kernel]] void custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t(
+[[kernel]] void custom_kernel_turboquant_rotate_fe357d1dfb59560e_float16_t_float16_t_float16_t(
   const device float16_t* x [[buffer(0)]],
   const device float16_t* multiplier [[buffer(1)]],
   const constant int* multiplier_shape [[buffer(2)]],
@@ -31,6 +30,11 @@ template <typename Y, int BLOCK, int POWER, int NORM, int THREADS>
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
+  using Y = float16_t;
+  constexpr int BLOCK = 192;
+  constexpr int POWER = 16;
+  constexpr int NORM = 1210791;
+  constexpr int THREADS = 32;
 
   const uint tq_tid = thread_index_in_threadgroup;
   const uint tq_lane = thread_index_in_simdgroup;
@@ -94,5 +98,3 @@ template <typename Y, int BLOCK, int POWER, int NORM, int THREADS>
   }
 
 }
-
-template [[host_name("custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t<float16_t, 192, 16, 1210791, 32>) custom_kernel_turboquant_rotate__float16_t_192_16_1210791_32_float16_t_float16_t_float16_t<float16_t, 192, 16, 1210791, 32>;

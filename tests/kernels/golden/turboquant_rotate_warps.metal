@@ -21,8 +21,7 @@
     first = table[tq_slot]; \
     second = table[tq_slot + 1u]; \
   }
-template <typename Y, int BLOCK, int POWER, int NORM, int WARPS>
-[[kernel]] void custom_kernel_turboquant_rotate_warps__float16_t_768_64_605396_4_float16_t_float16_t_float16_t(
+[[kernel]] void custom_kernel_turboquant_rotate_warps_7e8e7a32c0c716ce_float16_t_float16_t_float16_t(
   const device float16_t* x [[buffer(0)]],
   const constant int* x_shape [[buffer(1)]],
   const device float16_t* multiplier [[buffer(2)]],
@@ -32,6 +31,11 @@ template <typename Y, int BLOCK, int POWER, int NORM, int WARPS>
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
+  using Y = float16_t;
+  constexpr int BLOCK = 768;
+  constexpr int POWER = 64;
+  constexpr int NORM = 605396;
+  constexpr int WARPS = 4;
 
   const uint tq_tid = thread_index_in_threadgroup;
   const uint tq_lane = thread_index_in_simdgroup;
@@ -95,5 +99,3 @@ template <typename Y, int BLOCK, int POWER, int NORM, int WARPS>
   }
 
 }
-
-template [[host_name("custom_kernel_turboquant_rotate_warps__float16_t_768_64_605396_4_float16_t_float16_t_float16_t")]] [[kernel]] decltype(custom_kernel_turboquant_rotate_warps__float16_t_768_64_605396_4_float16_t_float16_t_float16_t<float16_t, 768, 64, 605396, 4>) custom_kernel_turboquant_rotate_warps__float16_t_768_64_605396_4_float16_t_float16_t_float16_t<float16_t, 768, 64, 605396, 4>;
