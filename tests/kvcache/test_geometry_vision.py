@@ -72,6 +72,12 @@ SINGLE: dict[str, dict[str, Any]] = {
         "num_hash_layers": 0,
     },
     "deepseekocr": {"qk_nope_head_dim": 0, "num_key_value_heads": 4},
+    "diffusion_gemma": {
+        **MIXED,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 32,
+        "top_k_experts": 2,
+    },
     "flint": MIXED,
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 1},
     "inkling": {
@@ -88,6 +94,10 @@ SINGLE: dict[str, dict[str, Any]] = {
     "kolibri1": {**MIXED, "max_position_embeddings": 2048},
     "llava_next": {"model_type": "llama"},
     "limite": {"head_dim": 16, "rope_n_pairs": 8, "ve_dim": 16, "attn_gate_channels": 16},
+    "minicpmo": {
+        "max_position_embeddings": 2048,
+        "rope_scaling": {"type": "default", "mrope_section": [4, 4, 4]},
+    },
     "mimo_v2": {
         "hybrid_layer_pattern": [1, 1, 1, 0],
         "moe_layer_freq": [0, 1, 1, 1],
@@ -127,7 +137,7 @@ SINGLE: dict[str, dict[str, Any]] = {
 """Type -> fields of its language model's config."""
 
 # Types whose wrapper holds another type's language model.
-ELSEWHERE = {"got": "qwen2", "mistral_large3": "deepseek_v3"}
+ELSEWHERE = {"got": "qwen2", "minicpmo": "qwen3_vl", "mistral_large3": "deepseek_v3"}
 # These have no language model that runs without the rest.
 WHOLE = {"hunyuan_vl", "phi3_v"}
 
@@ -173,6 +183,8 @@ def real_bytes(model_type: str, context: int) -> int:
     parameters = list(inspect.signature(model_class.__init__).parameters)[1:]
     # the whole model's config, of which language models take token ids and the like
     whole = MagicMock(text_config=config, vision_config=SimpleNamespace(spatial_merge_size=2))
+    if model_type == "diffusion_gemma":
+        whole.vision_config = None
     model = model_class(config, whole) if "config" in parameters[1:] else model_class(config)
     if model_type == "jina_vlm":
         model.lm_head = lambda hidden: hidden  # it is the whole model's

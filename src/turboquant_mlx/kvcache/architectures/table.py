@@ -131,8 +131,8 @@ RULES: dict[str, Rule] = {
 VISION_RULES: dict[str, Rule] = {
     **_family(
         attention.plain,
-        "glm_ocr hunyuan_vl internvl_chat jina_vlm k2_horizon limite "
-        "llada2_moe mage_vl molmo2 molmo_point moondream3 nemotron_labs_diffusion paddleocr_vl",
+        "glm_ocr hunyuan_vl internvl_chat jina_vlm k2_horizon limite llada2_moe mage_vl minicpmo "
+        "molmo2 molmo_point moondream3 nemotron_labs_diffusion paddleocr_vl",
     ),
     **_family(
         attention.plain_derived,
@@ -142,6 +142,7 @@ VISION_RULES: dict[str, Rule] = {
     "aya_vision": lambda c: attention.every(c, "sliding_window_pattern"),
     **_family(attention.by_layer_types(), "cohere_compass kolibri1"),
     "cohere2_moe": vision.cohere2_moe,
+    "diffusion_gemma": vision.diffusion_gemma,
     "flint": vision.flint,
     "hrm_text": vision.hrm_text,
     "molmo": vision.molmo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..pieces import Attention, Layer, State, UnknownGeometryError
-from .attention import by_layer_types, every, full_layer, plain, plain_derived
+from .attention import by_layer_types, every, full_layer, plain, plain_derived, window_layer
 from .latent import expanded_latent
 from .settings import Settings, divide
 
@@ -25,6 +25,19 @@ def flint(c: Settings) -> list[Layer]:
     if c.get("use_sliding_window") is False:
         return plain(c)
     return list(by_layer_types()(c))
+
+
+def diffusion_gemma(c: Settings) -> list[Layer]:
+    """Windows with five to one layer of all tokens, which has heads of its own."""
+    types = c.sequence("layer_types", c.layers)
+    if types is None:
+        types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(c.layers)]
+        types[-1] = "full_attention"
+    dim = c.number("global_head_dim") or c.head_dim
+    heads = c.number("num_global_key_value_heads", c.kv_heads)
+    window = window_layer(c, c.number("sliding_window"))
+    full: Layer = (Attention(heads, dim, dim),)
+    return [full if t == "full_attention" else window for t in types[: c.layers]]
 
 
 def hrm_text(c: Settings) -> list[Layer]:
