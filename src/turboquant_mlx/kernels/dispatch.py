@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import mlx.core as mx
@@ -22,7 +22,14 @@ plain MLX where there is none. ``portable``: plain MLX operations on any device.
 
 KERNEL_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
-_forced = threading.local()
+_CPU = mx.DeviceType.cpu
+
+
+class _Forced(threading.local):
+    choice: Backend | None = None
+
+
+_forced = _Forced()
 
 
 def backend() -> Backend:
@@ -31,14 +38,14 @@ def backend() -> Backend:
     On a CPU that is ``cpu`` (MLX's own CPU build multiplies matrices slowly); on a GPU the dialect
     of its kernels.
     """
-    choice = getattr(_forced, "choice", None)
+    # layers ask at every call, so this is written to be quick
+    choice = _forced.choice
     if choice is not None:
         return choice
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return _gpu_backend()
+    return "cpu" if mx.default_device().type is _CPU else _gpu_backend()
 
 
+@cache
 def _gpu_backend() -> Backend:
     if mx.metal.is_available():
         return "metal"
@@ -47,7 +54,11 @@ def _gpu_backend() -> Backend:
 
 def kernels_of_backend(dtype: mx.Dtype) -> Dialect | None:
     """The dialect of the back-end's kernels for activations of a dtype, None if it has none."""
-    choice = backend()
+    return kernels_of(backend(), dtype)
+
+
+def kernels_of(choice: Backend, dtype: mx.Dtype) -> Dialect | None:
+    """``kernels_of_backend`` for a back-end that has been asked for already."""
     if choice == "cpu" or choice == "portable" or dtype not in KERNEL_DTYPES:
         return None
     return choice
@@ -56,7 +67,7 @@ def kernels_of_backend(dtype: mx.Dtype) -> Dialect | None:
 def why_backend() -> str:
     """One line for people: the back-end and what decided it."""
     choice = backend()
-    if getattr(_forced, "choice", None) is not None:
+    if _forced.choice is not None:
         return f"{choice} (chosen by the caller)"
     if choice == "cpu":
         found = "the default device is the CPU"
@@ -72,7 +83,7 @@ def why_backend() -> str:
 @contextmanager
 def force_backend(choice: Backend) -> Iterator[None]:
     """Use one back-end in this thread, whatever the device."""
-    previous = getattr(_forced, "choice", None)
+    previous = _forced.choice
     _forced.choice = choice
     try:
         yield

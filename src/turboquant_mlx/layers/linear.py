@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..kernels.cpu_matrix import CpuMatrix
-from ..kernels.dispatch import backend, is_traced, kernels_of_backend
+from ..kernels.dispatch import Backend, backend, is_traced, kernels_of
 from ..kernels.matmul import packed_matmul
 from ..kernels.matvec import joint_matvec, matvec, why_not_jointly
 from ..kernels.replay import Program
@@ -15,7 +14,7 @@ from ..kernels.selection import MATVEC_ROWS
 from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedWeight, packed_matrix
-from .packed import PACKED_ARRAYS, PackedLayer
+from .packed import PackedLayer
 from .rotation_group import RotationGroup
 
 
@@ -41,7 +40,8 @@ class TurboQuantLinear(PackedLayer):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the layer to x [..., I]; returns [..., O] in the dtype of x."""
-        y = self._on_cpu(x) if backend() == "cpu" else self._with_its_group(x)
+        choice = backend()
+        y = self._on_cpu(x) if choice == "cpu" else self._with_its_group(x, choice)
         if y is None:
             rotated = rotated_input(self.group, x, gradients=self.training)
             y = packed_matmul(rotated, self.packed(), self.use_qjl, gradients=self.training)
@@ -55,20 +55,20 @@ class TurboQuantLinear(PackedLayer):
         joint = group.joint
         if keep and joint is not None:
             outputs = group.once(x, "product", lambda: joint.product(x))
-            return None if outputs is None else _own(outputs, group, self)
+            return None if outputs is None else outputs[self.place]
         read = x if keep else group.read(x, rotated=True, dtype=mx.float32)
         return None if is_traced(read) else self.expanded.matrix()(read, x.dtype)
 
-    def _with_its_group(self, x: mx.array) -> mx.array | None:
+    def _with_its_group(self, x: mx.array, choice: Backend) -> mx.array | None:
         """A few rows by the kernels, all layers of the group at once, or None if they cannot.
 
         While one token is generated, the host's time for a call is what counts.
         """
         group = self.group
-        few = 0 < x.size <= MATVEC_ROWS * x.shape[-1]
+        few = 0 < x.size <= MATVEC_ROWS * group.width
         if self.training or self.use_qjl or not few or not self._group_has_kernel():
             return None
-        dialect = kernels_of_backend(x.dtype)
+        dialect = kernels_of(choice, x.dtype)
         if dialect is None:
             return None
 
@@ -83,12 +83,10 @@ class TurboQuantLinear(PackedLayer):
 
             return program
 
-        held = tuple(layer[name] for layer in group.layers for name in PACKED_ARRAYS)
-        held += (group.multiplier,)
         # held by the first of the layers, which the group names to all of them
         replay = group.layers[0].replay
-        outputs = group.once(x, "products", lambda: replay(held, make, x))
-        return _own(outputs, group, self)
+        outputs = group.once(x, "products", lambda: replay(group.arrays(), make, x))
+        return outputs[self.place]
 
     def _group_has_kernel(self) -> bool:
         """Whether there is a kernel for the layers of the group together."""
@@ -105,8 +103,3 @@ class TurboQuantLinear(PackedLayer):
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed(), self.use_qjl, keep)
-
-
-def _own(outputs: list[mx.array], group: RotationGroup, layer: nn.Module) -> mx.array:
-    """The output of one layer among those of its whole group."""
-    return next(y for y, other in zip(outputs, group.layers, strict=True) if other is layer)

@@ -10,9 +10,6 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight
 from .rotation_group import RotationGroup
 
-PACKED_ARRAYS = ("codes", "scales", "table")
-"""Parameters of every packed layer, QJL left out."""
-
 
 class PackedLayer(nn.Module):
     """A layer whose weight is stored as codes, scales and a table.
@@ -48,7 +45,7 @@ class PackedLayer(nn.Module):
         self.dims = _Dims(shape)
         self.group = group
         self.use_qjl = spec.qjl
-        group.join(self, leads)
+        self.place = group.join(self, leads)
         self.replay = Replay()
         self.has_kernel: bool | None = None  # for the whole group at once; None until asked
 

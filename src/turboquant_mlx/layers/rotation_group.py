@@ -38,11 +38,12 @@ class RotationGroup:
         """What multiplies by all layers' weights at once, where there is such a thing."""
         self._local = threading.local()
 
-    def join(self, layer: nn.Module, leads: bool) -> None:
-        """Count a layer in; one of them leads."""
+    def join(self, layer: nn.Module, leads: bool) -> int:
+        """Count a layer in; one of them leads. Returns its place in ``layers``."""
         self.layers.append(layer)
         if leads:
             self.leader = layer
+        return len(self.layers) - 1
 
     @property
     def size(self) -> int:
@@ -54,6 +55,13 @@ class RotationGroup:
         """Input multiplier [width]."""
         assert self.leader is not None, "a rotation group was used before it was complete"
         return self.leader["multiplier"]
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The multiplier and what the layers' codes are decoded from, QJL left out."""
+        held = [self.multiplier]
+        for layer in self.layers:
+            held += (layer["codes"], layer["scales"], layer["table"])
+        return tuple(held)
 
     @property
     def qjl_multiplier(self) -> mx.array:

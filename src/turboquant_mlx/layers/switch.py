@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..kernels.cpu_matrix import CpuMatrix, expert_product
-from ..kernels.dispatch import backend, is_differentiated, is_traced, kernels_of_backend
+from ..kernels.dispatch import Backend, backend, is_differentiated, is_traced, kernels_of
 from ..kernels.gather import are_few, gather_matmul, joint_gather_matmul
 from ..kernels.matvec import why_not_jointly
 from ..kernels.replay import Program
@@ -13,7 +13,7 @@ from ..kernels.rotate import rotate_rows, rotated_input
 from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedExperts, packed_matrix
-from .packed import PACKED_ARRAYS, PackedLayer
+from .packed import PackedLayer
 from .rotation_group import RotationGroup
 
 
@@ -42,8 +42,11 @@ class TurboQuantSwitchLinear(PackedLayer):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Apply expert ``indices`` to x [..., n, I] (leading axes broadcast); [..., n, O]."""
-        on_cpu = backend() == "cpu"
-        y = self._on_cpu(x, indices) if on_cpu else self._with_its_group(x, indices)
+        choice = backend()
+        if choice == "cpu":
+            y = self._on_cpu(x, indices)
+        else:
+            y = self._with_its_group(x, indices, choice)
         if y is None:
             rotated = rotated_input(self.group, x, gradients=self.training)
             y = gather_matmul(
@@ -66,7 +69,7 @@ class TurboQuantSwitchLinear(PackedLayer):
             return None
         return expert_product(wide, indices, expanded.matrix, self.output_dims).astype(x.dtype)
 
-    def _with_its_group(self, x: mx.array, indices: mx.array) -> mx.array | None:
+    def _with_its_group(self, x: mx.array, indices: mx.array, choice: Backend) -> mx.array | None:
         """A few rows by the kernels, gate and up at once, or None if they cannot.
 
         While one token is generated, the host's time for a call is what counts.
@@ -74,7 +77,7 @@ class TurboQuantSwitchLinear(PackedLayer):
         group = self.group
         if self.training or self.use_qjl or not self._group_has_kernel():
             return None
-        dialect = kernels_of_backend(x.dtype)
+        dialect = kernels_of(choice, x.dtype)
         if dialect is None or not are_few(x, indices, self.num_experts, dialect):
             return None
 
@@ -89,13 +92,11 @@ class TurboQuantSwitchLinear(PackedLayer):
 
             return program
 
-        held = tuple(layer[name] for layer in group.layers for name in PACKED_ARRAYS)
-        held += (group.multiplier,)
         # held by the first of the layers, which the group names to all of them
         replay = group.layers[0].replay
         kind = ("products", _Same(indices))
-        outputs = group.once(x, kind, lambda: replay(held, make, x, indices))
-        return next(y for y, layer in zip(outputs, group.layers, strict=True) if layer is self)
+        outputs = group.once(x, kind, lambda: replay(group.arrays(), make, x, indices))
+        return outputs[self.place]
 
     def _group_has_kernel(self) -> bool:
         """Whether there is a kernel for the layers of the group together."""
