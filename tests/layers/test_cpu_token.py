@@ -17,8 +17,13 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu():
-    with force_backend("cpu"):
-        yield
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        with force_backend("cpu"):
+            yield
+    finally:
+        mx.set_default_device(before)
 
 
 def twin(stock: nn.Module) -> nn.Module:
