@@ -312,7 +312,7 @@ def main() -> int:
         json.dumps(
             {
                 "machine": machine,
-                "groups": kv_selection.GROUPS,
+                "groups": kv_selection.GROUPS[backend()],
                 "sweep" if arguments.sweep else "attention": results,
             }
         )

@@ -30,7 +30,7 @@ from .dialect import Dialect
 from .kv_attend_bodies import COMBINE
 from .kv_attend_multiply import MULTIPLY
 from .kv_attend_tensor import TENSOR
-from .kv_dialect import KVKernel
+from .kv_dialect import kv_kernel
 from .kv_selection import (
     COMBINE_SLICES,
     MOST_PARTS,
@@ -61,12 +61,12 @@ _INPUTS = (
     "mask",
 )
 ATTEND = (
-    KVKernel("turboquant_kv_attend", _INPUTS, ("sums", "marks"), MULTIPLY),
-    KVKernel("turboquant_kv_attend_tensor", _INPUTS, ("sums", "marks"), TENSOR),
+    kv_kernel("turboquant_kv_attend", _INPUTS, ("sums", "marks"), MULTIPLY),
+    kv_kernel("turboquant_kv_attend_tensor", _INPUTS, ("sums", "marks"), TENSOR),
 )
 """By multiply-adds, and by matrix units (CUDA only)."""
 
-ADD_UP = KVKernel("turboquant_kv_combine", ("sums", "marks", "facts", "meta"), ("y",), COMBINE)
+ADD_UP = kv_kernel("turboquant_kv_combine", ("sums", "marks", "facts", "meta"), ("y",), COMBINE)
 
 TENSOR_WIDTH = 256
 """Widest head whose sums fit a warp's registers beside the rest."""
@@ -215,7 +215,7 @@ def _plan(
     )
     suits = suits and dialect == "cuda" and dtype != mx.float32
     if launch is None:
-        launch = attend_launch(dialect, suits, repeats * length, widest)
+        launch = attend_launch(suits, repeats * length, widest, max(key.bits, value.bits))
     if launch.tensor and not suits:
         raise ValueError("the matrix units do not take this case")
     row_blocks = -(-repeats * length // launch.rows)

@@ -252,7 +252,7 @@ COMBINE = (
   constexpr int V_MATRIX = D + DV + KBASE * KBASE;
   constexpr float LOWEST = -1.0e30f;
   const int parts = RAW ? meta[0] + 1 : meta[0];
-  // one threadgroup for each query
+  // a group of threads for each query
   const int from = int(tq_bx) / ROWS * parts * ROWS + int(tq_bx) % ROWS;
   TQ_SHARED(float, line, DV);
   TQ_SHARED(float, weights, MOST_PARTS);

@@ -20,13 +20,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from typing import Any
-
-import mlx.core as mx
-
-from .dialect import Dialect, Kernel, Template
+from .dialect import Kernel
 
 _METAL = """
 #define TQ_SHUFFLE(value, lane) simd_shuffle(value, ushort(lane))
@@ -101,51 +95,7 @@ __device__ __forceinline__ void tq_words(tq_uint* to, const tq_uint* from) {
 #define TQ_WORDS(to, n, from, offset, even) tq_words<n, even>(to, from + (offset))
 """
 
-_PRELUDES = {"metal": _METAL, "cuda": _CUDA}
 
-
-_TYPES: dict[Dialect, dict[mx.Dtype, str]] = {
-    "metal": {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"},
-    "cuda": {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"},
-}
-
-
-class KVKernel(Kernel):
-    """A kernel with this prelude after the common one, and its template arguments in its text.
-
-    MLX goes through the template arguments of every call with a regular expression, which takes as
-    long as all the rest of a call. Here each list of them makes a kernel of its own, once.
-    """
-
-    def header(self, dialect: Dialect) -> str:
-        return super().header(dialect) + _PRELUDES[dialect]
-
-    def launch(self, dialect: Dialect, inputs: Sequence[mx.array], **how: Any) -> list[mx.array]:
-        """As ``Kernel.launch``; the caller keeps ``template`` and passes the same list again."""
-        template = how.pop("template")
-        key = (self.name, id(template))
-        if key not in _special:
-            # the list is held, so that no other gets its id
-            _special[key] = (_Special(self, template), template)
-        return Kernel.launch(_special[key][0], dialect, inputs, template=[], **how)
-
-
-class _Special(KVKernel):
-    def __init__(self, kernel: KVKernel, template: Template):
-        values = "_".join(str(value) for _, value in template)
-        digest = hashlib.sha256(values.encode()).hexdigest()[:16]
-        super().__init__(f"{kernel.name}_{digest}", kernel.inputs, kernel.outputs, kernel.body)
-        object.__setattr__(self, "arguments", tuple(template))
-
-    def source(self, dialect: Dialect) -> str:
-        lines = []
-        for name, value in self.arguments:  # type: ignore[attr-defined]
-            if isinstance(value, mx.Dtype):
-                lines.append(f"  using {name} = {_TYPES[dialect][value]};\n")
-            else:
-                kind = "bool" if isinstance(value, bool) else "int"
-                lines.append(f"  constexpr {kind} {name} = {str(value).lower()};\n")
-        return "".join(lines) + super().source(dialect)
-
-
-_special: dict[tuple[str, int], tuple[_Special, Template]] = {}
+def kv_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Kernel:
+    """A kernel whose body may use these macros."""
+    return Kernel(name, inputs, outputs, body, metal=_METAL, cuda=_CUDA)

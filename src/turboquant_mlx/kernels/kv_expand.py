@@ -17,7 +17,7 @@ import mlx.core as mx
 from .dialect import Dialect
 from .kv_attend import KVRows, KVSide, meta_of
 from .kv_attend_bodies import rotation
-from .kv_dialect import KVKernel
+from .kv_dialect import kv_kernel
 
 VALUES = 2048
 """Values of a threadgroup. Unmeasured default."""
@@ -92,7 +92,7 @@ def _side(side: str, width: str, signs: str, raw: str, out: str, shift: str) -> 
     )
 
 
-EXPAND = KVKernel(
+EXPAND = kv_kernel(
     "turboquant_kv_expand",
     (
         "kcodes",

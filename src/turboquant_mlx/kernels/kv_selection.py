@@ -27,9 +27,12 @@ COMBINE_SLICES = 4
 MOST_PARTS = 512
 """Partial results of a query that the second pass adds up."""
 
-GROUPS: dict[Dialect, int] = {"metal": 256, "cuda": 264}
-"""Threadgroups that keep a large GPU busy. Unmeasured defaults; CUDA: two for each of the 132
-multiprocessors of an H200."""
+GROUPS: dict[Dialect, dict[int, int]] = {"metal": {4: 256}, "cuda": {4: 396, 8: 264}}
+"""By the warps of a threadgroup: threadgroups that keep a large GPU busy. CUDA: as many as the 132
+multiprocessors of an H200 hold at once, by the registers of the kernel. Unmeasured defaults."""
+
+MOST_WARPS = 2112
+"""Warps in all where ``GROUPS`` says nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,19 @@ class AttendLaunch:
     splits: int = 0
 
 
-def attend_launch(dialect: Dialect, tensor: bool, rows: int, width: int) -> AttendLaunch:
-    """The launch for ``rows`` queries of a head of keys, the wider side ``width`` values wide.
+def attend_launch(tensor: bool, rows: int, width: int, bits: int) -> AttendLaunch:
+    """The launch for ``rows`` queries of a head of keys.
 
     Args:
         tensor: whether the matrix units may be used.
+        width: values of a head of the wider side.
+        bits: of a code of the wider side.
     """
     if tensor:
-        # two products with the same operand share its decoding, if registers hold both sums
-        return AttendLaunch(True, 16 if rows > 8 and width <= 128 else 8)
+        # Two products with the same operand share its decoding, if registers hold both sums. Codes
+        # of more than 4 bits take more registers, and small threadgroups waste fewer of them.
+        each = 16 if rows > 8 and width <= 128 else 8
+        return AttendLaunch(True, each, warps=8 if bits <= 4 else 4)
     most = 8 if width <= 128 else 4 if width <= 256 else 2
     each = 1
     while each < most and each < rows:
@@ -70,7 +77,8 @@ def attend_launch(dialect: Dialect, tensor: bool, rows: int, width: int) -> Atte
 def attend_splits(dialect: Dialect, launch: AttendLaunch, groups: int, columns: int) -> int:
     """Parts into which ``columns`` are cut where each of them takes ``groups`` threadgroups."""
     step = launch.warps * (16 * launch.tiles if launch.tensor else 32)
-    wanted = launch.splits or -(-GROUPS[dialect] // groups)
+    busy = GROUPS[dialect].get(launch.warps, MOST_WARPS // launch.warps)
+    wanted = launch.splits or -(-busy // groups)
     return max(1, min(wanted, -(-columns // step), MOST_PARTS - 1))
 
 

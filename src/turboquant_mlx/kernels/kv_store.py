@@ -22,7 +22,7 @@ import numpy as np
 from .dialect import Dialect
 from .kv_attend import KVSide, base_matrix
 from .kv_attend_bodies import rotation
-from .kv_dialect import KVKernel
+from .kv_dialect import kv_kernel
 
 TRIALS = 7
 WIDEST = 768
@@ -175,7 +175,7 @@ _BODY = (
     + "  }\n"
 )
 
-STORE = KVKernel(
+STORE = kv_kernel(
     "turboquant_kv_store",
     ("keys", "values", "shift", "facts", "kcells", "vcells"),
     ("kcodes", "kscales", "vcodes", "vscales"),
