@@ -28,6 +28,10 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+
+import mlx_lm_models  # noqa: F401  (before mlx-lm)
+
+# isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from turboquant_mlx.kernels import kv_attend, kv_selection
@@ -227,7 +231,8 @@ def sweep(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> list
     dialect = kernels_of_backend(mx.float16)
     assert dialect is not None
     tensor = dialect == "cuda"
-    shapes = itertools.product([1, 2], [4, 8, 16]) if tensor else [(1, 2), (1, 4), (1, 8)]
+    # tiles and warps; larger products need more registers than a multiprocessor has
+    shapes = [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8)] if tensor else [(1, 2), (1, 4), (1, 8)]
     launches = [
         AttendLaunch(tensor, 8 if tensor else 4, tiles, warps, -groups)
         for (tiles, warps), groups in itertools.product(shapes, [132, 264, 396, 528, 1056])
@@ -240,6 +245,8 @@ def sweep(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> list
             caches = caches_of(partial(random_store, bits, batch, columns), one.nbytes)
             rows = []
             for launch in launches:
+                if max(bits) > 4 and launch.warps * launch.tiles > 8:
+                    continue
                 splits = math.ceil(-launch.splits / (batch * KV_HEADS))
                 chosen = AttendLaunch(
                     launch.tensor, launch.rows, launch.tiles, launch.warps, splits

@@ -23,6 +23,10 @@ import time
 from typing import Any
 
 import mlx.core as mx
+
+import mlx_lm_models  # noqa: F401  (before mlx-lm)
+
+# isort: split
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.llama import Model, ModelArgs

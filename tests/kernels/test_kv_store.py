@@ -14,7 +14,6 @@ import pytest
 from kernel_cases import ON_GPU, all_pairs, as_double, dialects, running
 from kv_cases import WIDTHS, decoded, filled, random
 from turboquant_mlx.kernels.dispatch import force_backend
-from turboquant_mlx.kvcache.cache import BatchTurboQuantKVCache, TurboQuantKVCache
 from turboquant_mlx.kvcache.codec import SideCodec, encode_sides
 from turboquant_mlx.kvcache.spec import KVSpec
 from turboquant_mlx.quant.packing import unpack_codes
@@ -156,6 +155,10 @@ def test_the_decoded_store_is_that_of_the_reference(dialect, spec, widths):
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_cache_on_a_gpu_is_that_on_a_cpu(dialect, batch):
     """A prompt, a few tokens one by one, and their attention, through the hook."""
+    pytest.importorskip("transformers")  # mlx-lm imports it
+    pytest.importorskip("threadpoolctl")
+    from turboquant_mlx.kvcache.cache import BatchTurboQuantKVCache, TurboQuantKVCache
+
     spec = KVSpec(3, 4)
 
     def run():
