@@ -371,6 +371,9 @@ def test_tables_get_as_many_copies_as_memory_holds():
 def test_splits_fill_the_device_but_are_not_cut_finer_than_a_step():
     launch = AttendLaunch(True, 8, 1, 8)
     assert attend_splits("cuda", launch, 8, 131072) == 33
-    assert attend_splits("cuda", launch, 64, 131072) == 5
+    assert attend_splits("cuda", launch, 8, 131072, beside=True) == 32
+    assert attend_splits("cuda", launch, 64, 131072) == 4
+    assert attend_splits("cuda", launch, 64, 131072, beside=True) == 4
+    assert attend_splits("cuda", launch, 1000, 131072) == 1
     assert attend_splits("cuda", launch, 8, 300) == 3
     assert attend_splits("cuda", launch, 8, 1) == 1

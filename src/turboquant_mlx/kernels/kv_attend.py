@@ -332,7 +332,7 @@ def kv_attend(
         SHARED_BYTES[dialect],
         launch,
     )
-    splits = attend_splits(dialect, made.launch, made.groups, rows.columns)
+    splits = attend_splits(dialect, made.launch, made.groups, rows.columns, special)
     raw_keys, raw_values = raw if has_raw and raw is not None else (facts, facts)
     meta = meta_of(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
     parts = splits + special

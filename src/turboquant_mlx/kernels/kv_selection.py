@@ -74,11 +74,22 @@ def attend_launch(tensor: bool, rows: int, width: int, bits: int) -> AttendLaunc
     return AttendLaunch(False, each, warps=4)
 
 
-def attend_splits(dialect: Dialect, launch: AttendLaunch, groups: int, columns: int) -> int:
-    """Parts into which ``columns`` are cut where each of them takes ``groups`` threadgroups."""
+def attend_splits(
+    dialect: Dialect, launch: AttendLaunch, groups: int, columns: int, beside: bool = False
+) -> int:
+    """Parts into which ``columns`` are cut where each of them takes ``groups`` threadgroups.
+
+    All parts run at the same time, as those that wait for a place would double the time.
+
+    Args:
+        beside: whether there are ``groups`` more for tokens in 16 bits and sinks. They are short,
+            so where parts are few they are left to run last.
+    """
     step = launch.warps * (16 * launch.tiles if launch.tensor else 32)
     busy = GROUPS[dialect].get(launch.warps, MOST_WARPS // launch.warps)
-    wanted = launch.splits or -(-busy // groups)
+    wanted = launch.splits or max(1, busy // groups)
+    if beside and not launch.splits and wanted >= 8:
+        wanted -= 1
     return max(1, min(wanted, -(-columns // step), MOST_PARTS - 1))
 
 
