@@ -11,7 +11,10 @@ import pytest
 from turboquant_mlx.errors import OptionError
 from turboquant_mlx.kernels.dispatch import force_backend
 from turboquant_mlx.kvcache.codec import SideCodec, decode_scale, rotation_block, rotation_matrix
+from turboquant_mlx.kvcache.lookup import look_up
 from turboquant_mlx.kvcache.spec import KVSpec
+from turboquant_mlx.quant.codebook import lloyd_max
+from turboquant_mlx.quant.packing import pack_codes
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512, 576)
 
@@ -177,3 +180,12 @@ def test_coding_takes_less_workspace_than_twice_its_input():
 def test_a_group_that_does_not_divide_the_head_is_refused():
     with pytest.raises(OptionError, match="does not divide this model's head size 80"):
         codec(4, 80, group_size=32)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_look_ups_give_the_level_of_every_code(bits):
+    """Several codes at once, also where they do not fill a row's last word."""
+    for width in (16, 24, 48, 64, 80, 100, 576):
+        index = np.random.default_rng(0).integers(0, 1 << bits, (2, 3, 7, width), dtype=np.uint8)
+        found = look_up(pack_codes(index, bits), bits, width, "test")
+        assert np.array_equal(found, lloyd_max(bits)[index])

@@ -1,4 +1,7 @@
-"""The guide's Python runs as it stands; its figures of sizes are those of the code."""
+"""The guide's Python runs as it stands; its figures of sizes are those of the code.
+
+The program that starts mlx-vlm's server is run in ``test_mlx_vlm.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "kv-cache.md").read_tex
 def test_python_code_runs(tmp_path, monkeypatch, capsys):
     tiny.build_source(tmp_path / "models/SmolLM2-135M-Instruct", "llama")
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.S | re.M)
+    code, _ = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.S | re.M)
     exec(compile(code, "docs/guides/kv-cache.md", "exec"), {})
     assert "2 of 2 layers are packed" in capsys.readouterr().out
 

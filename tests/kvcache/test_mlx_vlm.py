@@ -1,15 +1,14 @@
 """mlx-vlm's server and its generation with packed caches, end to end.
 
 The server is asked over HTTP, in a process of its own, with a model that has layers with a sliding
-window and full ones. It is started as one starts it by hand, but for one name: the function that
-loads a model, which then installs packed caches on the language model. mlx-vlm's own ``--kv-bits``
-stays away: its server refuses to quantize caches that bring their own batch form.
+window and full ones. It is started by the program of the guide.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,19 +27,14 @@ from turboquant_mlx.kvcache.spec import KVSpec
 pytest.importorskip("mlx_vlm", reason="the vlm extra is not installed")
 
 WINDOW = 48
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "kv-cache.md").read_text(encoding="utf-8")
+_, BY_HAND = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.S | re.M)
+# what every append leaves behind is written to a file
 PROGRAM = """
 import json, sys
-from mlx_vlm.server import cli, generation
-from turboquant_mlx.kvcache import packed, views
-from turboquant_mlx.kvcache.install import install
-from turboquant_mlx.kvcache.spec import KVSpec
+from turboquant_mlx.kvcache import packed, rotating, views
 
-report, seen, load = sys.argv.pop(1), {}, generation.load
-
-def load_packed(*args, **kwargs):
-    model, processor = load(*args, **kwargs)
-    install(model.language_model, KVSpec(8, 8))
-    return model, processor
+report, seen = sys.argv.pop(1), {}
 
 def counted(store, keys, values, original=views.view_pair):
     facts = seen.setdefault(str(store.widths), {"rows": 0, "steps": 0, "largest": 0, "plain": 0})
@@ -52,11 +46,8 @@ def counted(store, keys, values, original=views.view_pair):
     open(report, "w").write(json.dumps(seen))
     return original(store, keys, values)
 
-generation.load = load_packed
-packed.view_pair = counted
-sys.modules["turboquant_mlx.kvcache.rotating"].view_pair = counted
-cli.main()
-"""
+packed.view_pair = rotating.view_pair = counted
+""" + BY_HAND.replace("KVSpec(5, 4)", "KVSpec(8, 8)")
 
 QUESTIONS = ["why does ice float?", "tell me of the sea and of the wind " * 4, "and then? " * 2]
 

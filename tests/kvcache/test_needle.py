@@ -20,8 +20,8 @@ QUESTION = "\n\nWhat is the secret number of the red castle? Answer with the num
 MARGIN = 1.0
 """Nats that the log-probability of the whole answer (16 tokens) may lose."""
 
-FAR_MARGIN = 3.0
-"""The same at 4,000 tokens, where the model itself hardly finds the fact."""
+FAR_MARGIN = 2.0
+"""The same at 4,000 tokens, where the model itself hardly finds the fact: 0.9 are lost."""
 
 
 @pytest.fixture(scope="module")

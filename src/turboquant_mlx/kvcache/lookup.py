@@ -16,8 +16,8 @@ import numpy as np
 from ..quant.codebook import lloyd_max
 from ..quant.packing import unpack_codes
 
-_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 2, 6: 2, 8: 1}
-"""bits -> codes that one look-up decodes; 3 and 6 bits are read 12 bits at a time."""
+_TOGETHER = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 8: 1}
+"""bits -> codes that one look-up decodes: a byte, or 10 or 12 bits."""
 
 
 @cache
@@ -64,8 +64,8 @@ def look_up(codes: np.ndarray, bits: int, width: int, name: str) -> np.ndarray:
     if bits not in _TOGETHER:
         return lloyd_max(bits).take(unpack_codes(codes, bits, width))
     rows, words, entries = math.prod(lead), codes.shape[-1], -(-width // _TOGETHER[bits])
-    if bits in (3, 6):
-        index = _twelve_bits_each(codes, rows)
+    if bits in (3, 5, 6):
+        index = _spread(codes, rows, bits * _TOGETHER[bits])
     else:
         index = _scratch.array("index", (rows, 4 * words), np.intp)
         np.copyto(index.reshape(*lead, 4 * words), np.ascontiguousarray(codes).view(np.uint8))
@@ -79,20 +79,23 @@ def look_up(codes: np.ndarray, bits: int, width: int, name: str) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(*lead, width)
 
 
-def _twelve_bits_each(codes: np.ndarray, rows: int) -> np.ndarray:
-    """intp [rows, n]: the stream of each row, twelve bits at a time, zeros behind its end."""
-    size = 4 * codes.shape[-1]
-    padded = -(-size // 3) * 3
+def _spread(codes: np.ndarray, rows: int, bits: int) -> np.ndarray:
+    """intp [rows, n]: the stream of each row, 10 or 12 bits at a time, zeros behind its end."""
+    size, group = 4 * codes.shape[-1], math.lcm(bits, 8) // 8  # bytes after which it repeats
+    padded = -(-size // group) * group
     stream = _scratch.array("stream", (*codes.shape[:-1], padded), np.uint8)
     stream[..., :size] = np.ascontiguousarray(codes).view(np.uint8)
     stream[..., size:] = 0
-    low, middle, high = (stream.reshape(rows, padded)[:, i::3] for i in range(3))
-    index = _scratch.array("index", (rows, padded // 3, 2), np.intp)
-    first, second = index[..., 0], index[..., 1]
-    np.copyto(first, middle & 15)
-    first <<= 8
-    first |= low
-    np.copyto(second, high)
-    second <<= 4
-    second |= middle >> 4
+    stream = stream.reshape(rows, padded)
+    index = _scratch.array("index", (rows, padded // group, 8 * group // bits), np.intp)
+    high = _scratch.array("high", index.shape[:2], np.intp)
+    for i in range(index.shape[2]):
+        first, shift = divmod(i * bits, 8)
+        entry = index[..., i]
+        np.copyto(entry, stream[:, first::group])
+        np.copyto(high, stream[:, first + 1 :: group])
+        entry >>= shift
+        high <<= 8 - shift
+        entry |= high
+        entry &= (1 << bits) - 1
     return index.reshape(rows, -1)
