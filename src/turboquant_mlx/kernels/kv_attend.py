@@ -134,9 +134,7 @@ class KVRows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _scalar(value: float) -> mx.array:
-    made = mx.array([value], dtype=mx.float32)
-    mx.eval(made)
-    return made
+    return mx.array([value], dtype=mx.float32)
 
 
 @lru_cache(maxsize=64)
@@ -147,9 +145,7 @@ def meta_of(
     values = [splits, rows.columns, capacity, raw_capacity, *strides, 0]
     for padding, raw in zip(rows.padding, rows.raw, strict=True):
         values += [padding, raw, min(padding + raw, rows.columns), rows.columns]
-    made = mx.array(values, dtype=mx.int32)
-    mx.eval(made)
-    return made
+    return mx.array(values, dtype=mx.int32)
 
 
 def why_no_kernel(

@@ -365,13 +365,11 @@ def kernel_sides(key: SideCodec, value: SideCodec) -> tuple[KVSide, KVSide]:
 def kernel_facts(key: SideCodec, value: SideCodec) -> mx.array:
     """What the kernels that read packed arrays need to know of the codecs."""
     codecs = (key, value)
-    facts = attend_constants(
+    return attend_constants(
         kernel_sides(key, value),
         [signs(c.width, c.side) if c.rotated else np.ones(c.width) for c in codecs],
         [lloyd_max(c.bits) if c.rotated else np.zeros(1 << c.bits) for c in codecs],
     )
-    mx.eval(facts)
-    return facts
 
 
 @lru_cache(maxsize=64)
@@ -386,7 +384,6 @@ def _store_facts(key: SideCodec, value: SideCodec) -> tuple[mx.array, tuple[mx.a
         _CELLS,
     )
     cells = (mx.array(grids[0][0]), mx.array(grids[1][0]))
-    mx.eval(facts, *cells)
     return facts, cells
 
 
