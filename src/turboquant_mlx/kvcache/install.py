@@ -202,6 +202,8 @@ def maybe_quantize_kv_cache(
     """Replace plain caches by packed ones in place, by mlx-vlm's rules; call it as often as you
     like.
 
+    Unlike there, the last layer and sliding windows are packed, too.
+
     Fractional bits are TurboQuant whatever the scheme says. An empty cache is replaced at once and
     stays in 16 bits until it has ``quantized_kv_start`` tokens; one that holds tokens is replaced
     when it has that many.
