@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 import mlx_lm_models  # noqa: F401  (before mlx-lm)
 
@@ -35,10 +36,15 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from turboquant_mlx.kernels import kv_attend, kv_selection
-from turboquant_mlx.kernels.dispatch import backend, kernels_of_backend, why_backend
+from turboquant_mlx.kernels.dispatch import (
+    backend,
+    force_backend,
+    kernels_of_backend,
+    why_backend,
+)
 from turboquant_mlx.kernels.kv_selection import AttendLaunch
 from turboquant_mlx.kvcache import attend as attend_module
-from turboquant_mlx.kvcache.attend import attend, reference, why_reference
+from turboquant_mlx.kvcache.attend import attend, why_reference
 from turboquant_mlx.kvcache.codec import kernel_facts, kernel_sides
 from turboquant_mlx.kvcache.spec import KVSpec
 from turboquant_mlx.kvcache.store import PackedStore
@@ -176,13 +182,21 @@ def candidates(
 
 
 def check(bits: tuple[int, int], batch: int) -> float:
-    """Relative distance of the kernels from the reference."""
-    store = random_store(bits, batch, 700, 800)
+    """Relative distance of the kernels from attention in float64 over the decoded store."""
+    store = random_store(bits, batch, 700, 800, dtype=mx.float32)
     q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
     if why := why_reference(q, store, None):
         raise SystemExit(f"error: no kernel answers: {why}")
-    want = reference(q.astype(mx.float32), store, scale=SCALE)
-    return float(mx.linalg.norm(attend(q, store, scale=SCALE) - want) / mx.linalg.norm(want))
+    with force_backend("portable"):
+        plain = store.decoded(store.columns)
+        mx.eval(plain)
+    keys, values = (np.array(x).astype(np.float64) for x in plain)
+    shape = (batch, KV_HEADS, HEADS // KV_HEADS, WIDTH)
+    scores = np.array(q).astype(np.float64).reshape(shape) @ keys.swapaxes(-1, -2) * SCALE
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    want = weights / weights.sum(axis=-1, keepdims=True) @ values
+    got = np.array(attend(q, store, scale=SCALE)).astype(np.float64).reshape(shape)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def caches_of(make: Callable[[], Any], n_bytes: int) -> list:

@@ -41,7 +41,7 @@ _CUDA = """
 #ifndef TQ_TRANSPOSE
 __device__ __forceinline__ tq_uint tq_transposed(tq_uint value) {
   tq_uint turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(value));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(value));
   return turned;
 }
 #define TQ_TRANSPOSE(value) tq_transposed(value)
