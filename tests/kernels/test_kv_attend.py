@@ -130,6 +130,35 @@ def test_contexts_around_the_borders_of_tiles_and_splits(dialect, columns):
     check(dialect, **USUAL, columns=columns)
 
 
+@pytest.mark.parametrize("dialect", dialects())
+@pytest.mark.parametrize("columns", [1, 2, 17, 32])
+def test_few_tokens(dialect, columns):
+    """MLX's own scheme has no mean key to wait for."""
+    spec = KVSpec(4, 4, "uniform", "turboquant", min_tokens=0)
+    store = filled(spec, (0,), columns, 2, 64)
+    q = random(1, 4, 1, 64, seed=3, dtype=mx.float16)
+    with running(dialect):
+        assert why_reference(q, store, None) == ""
+        out = attend(q, store, scale=0.1)
+        mx.eval(out)
+    assert_near(out, expected(q, store, 0.1, None, None), mx.float16, SLACK)
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_a_store_without_room_for_a_tile(dialect):
+    """A tile of the matrix units would reach beyond it."""
+    store = filled(KVSpec(3, 4, min_tokens=0), (0,), 40, 2, 64)
+    store = store.rows([0]).tight()
+    store.keys, store.values = (tuple(p[:, :, 20:] for p in x) for x in (store.keys, store.values))
+    store.columns = 20
+    q = random(1, 4, 1, 64, seed=3, dtype=mx.float16)
+    with running(dialect):
+        assert why_reference(q, store, None) == ""
+        out = attend(q, store, scale=0.1)
+        mx.eval(out)
+    assert_near(out, expected(q, store, 0.1, None, None), mx.float16, SLACK)
+
+
 def launches(dialect):
     if dialect == "metal":
         return [AttendLaunch(False, r, 1, w, s) for r, w, s in [(1, 4, 1), (4, 2, 3), (8, 8, 2)]]

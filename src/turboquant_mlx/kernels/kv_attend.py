@@ -68,6 +68,9 @@ ATTEND = (
 
 ADD_UP = kv_kernel("turboquant_kv_combine", ("sums", "marks", "facts", "meta"), ("y",), COMBINE)
 
+TENSOR_CAPACITY = 32
+"""Tokens that a warp may read at a time on the matrix units."""
+
 TENSOR_WIDTH = 256
 """Widest head whose sums fit a warp's registers beside the rest."""
 
@@ -172,8 +175,6 @@ def why_no_kernel(
         return f"{max(rows.raw)} tokens that are held in 16 bits"
     if mask is not None and mask.shape[-1] != rows.columns:
         return f"a mask of the shape {mask.shape}"
-    if codes[0].shape[2] < 32:
-        return f"a capacity of {codes[0].shape[2]} tokens"
     if max(c.size for c in codes) >= 2**31:
         return "more words than 32 bits can count"
     return ""
@@ -201,6 +202,7 @@ def _plan(
     flags: tuple[int, bool, bool, bool, bool],
     dialect: Dialect,
     shared: int,
+    roomy: bool,
     launch: AttendLaunch | None,
 ) -> _Plan:
     key, value = sides
@@ -209,7 +211,7 @@ def _plan(
         not s.affine and s.group == s.width and s.width % 16 == 0 and s.width <= TENSOR_WIDTH
         for s in sides
     )
-    suits = suits and dialect == "cuda" and dtype != mx.float32
+    suits = suits and roomy and dialect == "cuda" and dtype != mx.float32
     if launch is None:
         launch = attend_launch(suits, repeats * length, widest, max(key.bits, value.bits))
     if launch.tensor and not suits:
@@ -326,6 +328,7 @@ def kv_attend(
         flags,
         dialect,
         SHARED_BYTES[dialect],
+        keys[0].shape[2] >= TENSOR_CAPACITY,
         launch,
     )
     splits = attend_splits(dialect, made.launch, made.groups, rows.columns, special)
