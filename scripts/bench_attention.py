@@ -55,7 +55,7 @@ CONTEXTS = {1: [4096, 16384, 32768, 65536, 131072], 8: [4096, 16384, 32768, 6553
 QUICK = {1: [4096, 32768, 131072], 8: [4096, 32768]}
 WIDTHS = [(3, 4), (4, 4), (8, 4)]
 CACHE_BYTES = 160 * 2**20  # more than any second-level cache
-MOST_COPIES = 16
+MOST_COPIES = 48
 CALLS = 32
 REPEATS = 7
 
