@@ -18,8 +18,8 @@ tokens in 16 bits and sinks are moved by it instead. See ``docs/concepts/kv-kern
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -42,6 +42,7 @@ from .kv_selection import (
     attend_splits,
     table_copies,
 )
+from .replay import Program, traced
 
 _INPUTS = (
     "queries",
@@ -189,6 +190,8 @@ class _Plan:
     template: list
     combine: list
     combine_threads: int
+    programs: dict[int, Program] = field(default_factory=dict)
+    """By the number of partial results; for each shape of the arrays MLX traces them once."""
 
 
 @lru_cache(maxsize=256)
@@ -335,39 +338,49 @@ def kv_attend(
     raw_keys, raw_values = raw if has_raw and raw is not None else (facts, facts)
     meta = meta_of(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
     parts = splits + special
+    if parts not in made.programs:
+        made.programs[parts] = traced(partial(_run, made, dialect, sides[1].width, parts))
+    (y,) = made.programs[parts](
+        queries,
+        keys[0],
+        keys[1],
+        keys[2] if len(keys) > 2 else facts,
+        values[0],
+        values[1],
+        values[2] if len(values) > 2 else facts,
+        facts,
+        _scalar(scale * math.log2(math.e)),
+        meta,
+        raw_keys,
+        raw_values,
+        shift if flags[3] and shift is not None else facts,
+        sinks if sinks is not None else facts,
+        mask if mask is not None else facts,
+    )
+    return y
+
+
+def _run(made: _Plan, dialect: Dialect, width: int, parts: int, *inputs: mx.array) -> list:
+    """Both passes; the inputs are those of the kernel."""
+    queries, codes, facts, meta = inputs[0], inputs[1], inputs[7], inputs[9]
+    batch, heads, length, _ = queries.shape
+    kv_heads = codes.shape[1]
     lead = (batch * kv_heads, parts, heads // kv_heads * length)
     sums, marks = ATTEND[made.launch.tensor].launch(
         dialect,
-        [
-            queries,
-            keys[0],
-            keys[1],
-            keys[2] if len(keys) > 2 else facts,
-            values[0],
-            values[1],
-            values[2] if len(values) > 2 else facts,
-            facts,
-            _scalar(scale * math.log2(math.e)),
-            meta,
-            raw_keys,
-            raw_values,
-            shift if flags[3] and shift is not None else facts,
-            sinks if sinks is not None else facts,
-            mask if mask is not None else facts,
-        ],
+        inputs,
         template=made.template,
         groups=(parts, made.groups),
         threads=32 * made.launch.warps,
-        shapes=[(*lead, sides[1].width), (*lead, 2)],
+        shapes=[(*lead, width), (*lead, 2)],
         dtypes=[mx.float32, mx.float32],
     )
-    (y,) = ADD_UP.launch(
+    return ADD_UP.launch(
         dialect,
         [sums, marks, facts, meta],
         template=made.combine,
         groups=(batch * heads * length, 1),
         threads=made.combine_threads,
-        shapes=[(batch, heads, length, sides[1].width)],
+        shapes=[(batch, heads, length, width)],
         dtypes=[queries.dtype],
     )
-    return y

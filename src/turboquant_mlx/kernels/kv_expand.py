@@ -18,6 +18,7 @@ from .dialect import Dialect
 from .kv_attend import KVRows, KVSide, meta_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
+from .replay import Program, traced
 
 VALUES = 2048
 """Values of a threadgroup. Unmeasured default."""
@@ -186,27 +187,48 @@ def kv_expand(
     """
     batch, kv_heads, capacity = keys[0].shape[:3]
     has_raw = max(rows.raw) > 0
-    tokens, template = _template(sides, kv_heads, dtype, shift is not None, has_raw)
+    program = _program(
+        sides, (batch, kv_heads, rows.columns), dtype, shift is not None, has_raw, dialect
+    )
     raw_keys, raw_values = raw if has_raw else (facts, facts)
-    one, two = EXPAND.launch(
-        dialect,
-        [
-            keys[0],
-            keys[1],
-            keys[2] if len(keys) > 2 else facts,
-            values[0],
-            values[1],
-            values[2] if len(values) > 2 else facts,
-            facts,
-            meta_of(rows, 0, capacity, raw_keys.shape[2] if has_raw else 0, (0, 0, 0)),
-            raw_keys,
-            raw_values,
-            facts if shift is None else shift,
-        ],
-        template=template,
-        groups=(-(-rows.columns // tokens), 2 * batch * kv_heads),
-        threads=32 * WARPS,
-        shapes=[(batch, kv_heads, rows.columns, side.width) for side in sides],
-        dtypes=[dtype, dtype],
+    one, two = program(
+        keys[0],
+        keys[1],
+        keys[2] if len(keys) > 2 else facts,
+        values[0],
+        values[1],
+        values[2] if len(values) > 2 else facts,
+        facts,
+        meta_of(rows, 0, capacity, raw_keys.shape[2] if has_raw else 0, (0, 0, 0)),
+        raw_keys,
+        raw_values,
+        facts if shift is None else shift,
     )
     return one, two
+
+
+@lru_cache(maxsize=64)
+def _program(
+    sides: tuple[KVSide, KVSide],
+    lead: tuple[int, int, int],
+    dtype: mx.Dtype,
+    shift: bool,
+    raw: bool,
+    dialect: Dialect,
+) -> Program:
+    """One launch, of the kernel's inputs, that decodes so many (rows, heads, columns)."""
+    batch, kv_heads, columns = lead
+    tokens, template = _template(sides, kv_heads, dtype, shift, raw)
+
+    def run(*inputs: mx.array) -> list[mx.array]:
+        return EXPAND.launch(
+            dialect,
+            inputs,
+            template=template,
+            groups=(-(-columns // tokens), 2 * batch * kv_heads),
+            threads=32 * WARPS,
+            shapes=[(*lead, side.width) for side in sides],
+            dtypes=[dtype, dtype],
+        )
+
+    return traced(run)

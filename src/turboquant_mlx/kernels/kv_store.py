@@ -23,6 +23,7 @@ from .dialect import Dialect
 from .kv_attend import KVSide, base_matrix
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
+from .replay import Program, traced
 
 TRIALS = 7
 WIDEST = 768
@@ -262,18 +263,29 @@ def kv_store(
     Returns:
         (codes, scales) of keys and of values: uint32 [B, Hkv, n, words], uint8 [.., groups]; lazy.
     """
-    lead = keys.shape[:3]
-    shapes, dtypes = [], []
-    for side in sides:
-        shapes += [(*lead, -(-side.width * side.bits // 32)), (*lead, side.width // side.group)]
-        dtypes += [mx.uint32, mx.uint8]
-    out = STORE.launch(
-        dialect,
-        [keys, values, facts if shift is None else shift, facts, *cells],
-        template=_template(sides, shift is not None, cells[0].size),
-        groups=(lead[0] * lead[1] * lead[2], 2),
-        threads=256,
-        shapes=shapes,
-        dtypes=dtypes,
-    )
+    program = _program(sides, shift is not None, cells[0].size, dialect)
+    out = program(keys, values, facts if shift is None else shift, facts, *cells)
     return (out[0], out[1]), (out[2], out[3])
+
+
+@lru_cache(maxsize=64)
+def _program(sides: tuple[KVSide, KVSide], shift: bool, cells: int, dialect: Dialect) -> Program:
+    """One launch, of the kernel's inputs."""
+
+    def run(*inputs: mx.array) -> list[mx.array]:
+        lead = inputs[0].shape[:3]
+        shapes, dtypes = [], []
+        for side in sides:
+            shapes += [(*lead, -(-side.width * side.bits // 32)), (*lead, side.width // side.group)]
+            dtypes += [mx.uint32, mx.uint8]
+        return STORE.launch(
+            dialect,
+            inputs,
+            template=_template(sides, shift, cells),
+            groups=(lead[0] * lead[1] * lead[2], 2),
+            threads=256,
+            shapes=shapes,
+            dtypes=dtypes,
+        )
+
+    return traced(run)

@@ -17,6 +17,21 @@ from .dialect import has_stand_in
 Program = Callable[..., list[mx.array]]
 
 
+def traced(program: Program) -> Program:
+    """A program of kernels that holds no arrays, called as ``mx.compile`` has traced it.
+
+    It is traced for each shape and dtype of its inputs, so sizes that change from token to token
+    belong into an array.
+    """
+    compiled = mx.compile(program)
+
+    def call(*inputs: mx.array) -> list[mx.array]:
+        # what stands in for a kernel needs values
+        return program(*inputs) if has_stand_in() else compiled(*inputs)
+
+    return call
+
+
 class Replay:
     """A program of arrays that it holds and of others that it is given.
 

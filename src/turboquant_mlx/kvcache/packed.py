@@ -86,7 +86,8 @@ class PackedCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of all keys [B, Hkv, columns, D] and values that are held."""
-        return view_pair(self.store, *self.store.decoded(self.store.columns))
+        store = self.store
+        return view_pair(store, *store.decoded(store.columns, for_show=True))
 
     @property
     def keys(self) -> mx.array | None:

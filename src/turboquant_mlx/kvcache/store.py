@@ -334,15 +334,23 @@ class PackedStore:
 
     # -- what attention sees ------------------------------------------------------------------
 
-    def decoded(self, columns: int) -> tuple[mx.array, mx.array]:
+    def decoded(self, columns: int, *, for_show: bool = False) -> tuple[mx.array, mx.array]:
         """Keys and values [B, Hkv, columns, D] of the first columns in the model's dtype, lazy.
 
         Columns before a row's first token hold anything finite.
+
+        Args:
+            columns: how many.
+            for_show: it is likely that nobody will look at them. A kernel then decodes the spare
+                columns too, so that the same program does from token to token.
         """
         assert self.raw_keys is not None and self.raw_values is not None
         raw_lengths = [min(n, columns) for n in self.raw_lengths()]
         if any(self.frozen) and columns:
-            made = self._decoded_by_kernel(raw_lengths, columns)
+            capacity = self.keys[0].shape[2]
+            made = self._decoded_by_kernel(raw_lengths, capacity if for_show else columns)
+            if made is not None and for_show:
+                return made[0][:, :, :columns], made[1][:, :, :columns]
             if made is not None:
                 return made
         out = []
