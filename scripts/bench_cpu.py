@@ -9,12 +9,15 @@ that peak memory is the model's, in turns, --rounds times; the best rate of each
 shared machine only ever makes one slower. Prefill is timed on exactly --prompt-tokens tokens and
 decode on --generate-tokens greedy ones after a prompt of --decode-prompt-tokens, all after a
 warm-up that also expands the weights; the time of that is reported apart. ``--expand never`` times
-the path that keeps no expanded weights. The last line is JSON.
+the path that keeps no expanded weights. ``--awake`` keeps the processor cores from falling asleep
+while any of them is measured, stock mlx-lm included, as ``turboquant-generate --cpu-awake`` does.
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import resource
@@ -35,11 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--decode-prompt-tokens", type=int, default=41)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--expand", choices=["auto", "always", "never"], default="auto")
+    parser.add_argument("--awake", action="store_true", help="keep cores awake, for stock too")
     parser.add_argument("--measure", choices=["stock", "ours"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.measure:
         print(json.dumps(measure(args)))
         return 0
+    awake = keep_awake(parser) if args.awake else contextlib.nullcontext()
 
     rows: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,12 +53,14 @@ def main(argv: list[str] | None = None) -> int:
             folder = Path(scratch) / f"{bits}bit"
             convert(args.model, folder, bits)
             candidates[f"ours {bits}-bit"] = (folder, "ours")
-        for _ in range(args.rounds):
-            for name, (folder, kind) in candidates.items():
-                rows[name] = better(rows.get(name), run(args, folder, kind))
+        with awake:
+            for _ in range(args.rounds):
+                for name, (folder, kind) in candidates.items():
+                    rows[name] = better(rows.get(name), run(args, folder, kind))
     stock = rows["stock bf16"]
     columns = {"prefill": 10, "ratio": 8, "decode": 10, "ratio ": 8, "warm-up": 9, "peak RSS": 10}
-    print(" " * 14 + "".join(f"{name.strip():>{width}}" for name, width in columns.items()))
+    corner = "cores awake" if args.awake else ""
+    print(f"{corner:14}" + "".join(f"{name.strip():>{width}}" for name, width in columns.items()))
     for name, row in rows.items():
         row["prefill_ratio"] = row["prefill_tokens_per_s"] / stock["prefill_tokens_per_s"]
         row["decode_ratio"] = row["decode_tokens_per_s"] / stock["decode_tokens_per_s"]
@@ -64,8 +71,22 @@ def main(argv: list[str] | None = None) -> int:
         )
     machine = {"machine": platform.platform(), "python": platform.python_version()}
     machine |= {name: version(name) for name in ("mlx", "mlx-lm", "numpy")}
-    print(json.dumps({"benchmark": "cpu", "model": args.model.name, **machine, "rows": rows}))
+    settings = {"model": args.model.name, "awake": args.awake}
+    print(json.dumps({"benchmark": "cpu", **settings, **machine, "rows": rows}))
     return 0
+
+
+def keep_awake(parser: argparse.ArgumentParser) -> contextlib.AbstractContextManager[object]:
+    """The context of ``--awake``; here, so that the measured processes are the same without it."""
+    import mlx.core as mx
+
+    from turboquant_mlx.kernels.awake import cores_awake, why_not_awake
+
+    mx.set_default_device(mx.cpu)
+    reason = why_not_awake()
+    if reason:
+        parser.error(f"--awake does not apply: {reason}")
+    return cores_awake()
 
 
 def convert(source: Path, target: Path, bits: int) -> None:

@@ -1,5 +1,6 @@
 """turboquant-generate as a whole, on a model that follows a script: every option has an effect."""
 
+import contextlib
 import io
 import sys
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 from tiny import END_ID, PAD_ID
 from turboquant_mlx.errors import CheckpointError
 from turboquant_mlx.generate import command
+from turboquant_mlx.kernels import awake
+from turboquant_mlx.kernels.dispatch import force_backend
 
 END = "<|end|>"
 GREEDY = ("--temp", "0")
@@ -234,6 +237,50 @@ def test_cpu_expand_on_a_gpu_is_refused_with_the_reason(answer, monkeypatch, cho
 
 def test_cpu_expand_auto_is_fine_on_a_gpu():
     command._check_cpu_expand("auto")
+
+
+@pytest.fixture
+def awake_while(monkeypatch):
+    """What the model was doing when cores were kept awake, in place of really doing that."""
+    events = []
+
+    @contextlib.contextmanager
+    def cores_awake():
+        events.append("awake")
+        try:
+            yield
+        finally:
+            events.append("asleep")
+
+    real = command.stream_answer
+
+    def stream_answer(*args):
+        events.append("generates")
+        real(*args)
+
+    monkeypatch.setattr(awake, "cores_awake", cores_awake)
+    monkeypatch.setattr(awake, "why_not_awake", lambda: "")
+    monkeypatch.setattr(command, "stream_answer", stream_answer)
+    return events
+
+
+def test_cpu_awake_keeps_cores_awake_while_the_model_generates(answer, awake_while):
+    plain = answer(["a", "b", END], *GREEDY)
+    assert awake_while == ["generates"]
+    awake_while.clear()
+    result = answer(["a", "b", END], *GREEDY, "--cpu-awake")
+    assert awake_while == ["awake", "generates", "asleep"]
+    assert result.out == plain.out == "ab\n"
+
+
+def test_cpu_awake_on_a_gpu_is_refused_with_the_reason_and_a_hint(answer):
+    with force_backend("cuda"):
+        result = answer([END], "--cpu-awake")
+    assert (result.code, result.out, result.loads) == (2, "", [])
+    error, hint = result.err.splitlines()
+    expected = "MLX runs on the GPU here" if sys.platform == "linux" else "this works on Linux only"
+    assert error == f"error: --cpu-awake does not apply: {expected}"
+    assert hint.startswith("hint: leave it out")
 
 
 @pytest.mark.parametrize("options", [["--ngram-offload"]])

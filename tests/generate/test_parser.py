@@ -13,6 +13,7 @@ LISTED = """
     --model --prompt --max-tokens --temp --top-p --top-k --rep-penalty --rep-ctx --no-think
     --multi-think --stop --fast --ngram-offload --trust-remote-code --min-tokens --kv-bits
     --kv-k-bits --kv-v-bits --kv-min-tokens --kv-group-size --seed --cpu-expand
+    --cpu-awake
 """
 
 
@@ -33,7 +34,9 @@ def test_defaults():
     assert (args.max_tokens, args.temp, args.min_tokens) == (200, 0.7, 0)
     assert (args.top_p, args.top_k, args.rep_penalty, args.rep_ctx) == (None,) * 4
     assert (args.seed, args.stop, args.cpu_expand) == (None, [], "auto")
-    assert not any((args.no_think, args.multi_think, args.fast, args.trust_remote_code))
+    assert not any(
+        (args.no_think, args.multi_think, args.fast, args.trust_remote_code, args.cpu_awake)
+    )
 
 
 def test_stop_can_be_repeated():

@@ -112,6 +112,7 @@ def _command(argv: Sequence[str] | None) -> int:
 
 def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: TextIO) -> None:
     _check_cpu_expand(args.cpu_expand)
+    _check_cpu_awake(args.cpu_awake)
     loaded = load_model(
         args.model, trust_remote_code=args.trust_remote_code, cpu_expand=args.cpu_expand
     )
@@ -141,6 +142,7 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
     import mlx.core as mx
     from mlx_lm import stream_generate
 
+    from ..kernels.awake import cores_awake
     from . import processors
 
     if args.seed is not None:
@@ -160,8 +162,9 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
         ),
         prompt_cache=prompt_cache,
     )
+    awake = cores_awake() if args.cpu_awake else contextlib.nullcontext()
     try:
-        with contextlib.closing(responses):
+        with awake, contextlib.closing(responses):
             stream_answer(_numbers_only(responses, loaded.folder), out, statistics)
     finally:
         if statistics.generated_tokens:
@@ -245,6 +248,19 @@ def _check_cpu_expand(cpu_expand: str) -> None:
         raise OptionError(
             f"--cpu-expand {cpu_expand} does not apply: MLX runs on the GPU here",
             hint="leave it out; the packed weights are read by the GPU as they are",
+        )
+
+
+def _check_cpu_awake(cpu_awake: bool) -> None:
+    if not cpu_awake:
+        return
+    from ..kernels.awake import why_not_awake
+
+    reason = why_not_awake()
+    if reason:
+        raise OptionError(
+            f"--cpu-awake does not apply: {reason}",
+            hint="leave it out; it changes nothing but the speed",
         )
 
 
