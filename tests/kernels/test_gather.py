@@ -250,4 +250,6 @@ def test_gate_and_up_are_multiplied_together(dialect, kinds):
                 assert_close(y, expected(rotated, weight, indices), mx.float32)
     joint = ["turboquant_rotate", "turboquant_joint_gather2"]
     apart = ["turboquant_rotate", *["turboquant_gather_matvec"] * 2]
-    assert launches == 2 * (joint if kinds == "alike" else apart)
+    # on a GPU joint products are traced once and then replayed, without Python
+    times = 1 if ON_GPU and kinds == "alike" else 2
+    assert launches == times * (joint if kinds == "alike" else apart)
