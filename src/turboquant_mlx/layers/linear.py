@@ -7,11 +7,10 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dispatch import Backend, backend, is_traced, kernels_of
 from ..kernels.matmul import packed_matmul
-from ..kernels.matvec import joint_matvec, matvec, why_not_jointly
+from ..kernels.matvec import joint_matvec, matvec
 from ..kernels.replay import Program
 from ..kernels.rotate import rotate_rows, rotated_input
 from ..kernels.selection import MATVEC_ROWS
-from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedWeight, packed_matrix
 from .packed import PackedLayer
@@ -66,7 +65,7 @@ class TurboQuantLinear(PackedLayer):
         """
         group = self.group
         few = 0 < x.size <= MATVEC_ROWS * group.width
-        if self.training or self.use_qjl or not few or not self._group_has_kernel():
+        if self.training or self.use_qjl or not few or not self.group_has_kernel():
             return None
         dialect = kernels_of(choice, x.dtype)
         if dialect is None:
@@ -87,19 +86,6 @@ class TurboQuantLinear(PackedLayer):
         replay = group.layers[0].replay
         outputs = group.once(x, "products", lambda: replay(group.arrays(), make, x))
         return outputs[self.place]
-
-    def _group_has_kernel(self) -> bool:
-        """Whether there is a kernel for the layers of the group together."""
-        if self.has_kernel is None:
-            layers = [n for n in self.group.layers if isinstance(n, TurboQuantLinear)]
-            weights = [layer.packed() for layer in layers]
-            if len(layers) < self.group.size:
-                self.has_kernel = False
-            elif len(layers) == 1:
-                self.has_kernel = not why_no_kernel(weights[0])
-            else:
-                self.has_kernel = not why_not_jointly(weights)
-        return self.has_kernel
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed(), self.use_qjl, keep)

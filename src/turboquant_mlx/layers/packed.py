@@ -5,7 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels.matvec import why_not_jointly
 from ..kernels.replay import Replay
+from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight
 from .rotation_group import RotationGroup
@@ -76,6 +78,16 @@ class PackedLayer(nn.Module):
     @property
     def output_dims(self) -> int:
         return self.shape[-2]
+
+    def group_has_kernel(self) -> bool:
+        """Whether kernels multiply by all layers of the group together, or by its only one."""
+        if self.has_kernel is None:
+            layers = [layer for layer in self.group.layers if type(layer) is type(self)]
+            weights = [layer.packed() for layer in layers]
+            whole = len(layers) == self.group.size
+            reason = why_not_jointly(weights) if len(weights) > 1 else why_no_kernel(weights[0])
+            self.has_kernel = whole and not reason
+        return self.has_kernel
 
     def packed(self) -> PackedWeight:
         """The stored weight with the group's multipliers, as ``quant.weight`` takes it."""

@@ -7,10 +7,8 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import Backend, backend, is_differentiated, is_traced, kernels_of
 from ..kernels.gather import are_few, gather_matmul, joint_gather_matmul
-from ..kernels.matvec import why_not_jointly
 from ..kernels.replay import Program
 from ..kernels.rotate import rotate_rows, rotated_input
-from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
 from .cpu import ExpandedExperts, packed_matrix
 from .packed import PackedLayer
@@ -75,7 +73,7 @@ class TurboQuantSwitchLinear(PackedLayer):
         While one token is generated, the host's time for a call is what counts.
         """
         group = self.group
-        if self.training or self.use_qjl or not self._group_has_kernel():
+        if self.training or self.use_qjl or not self.group_has_kernel():
             return None
         dialect = kernels_of(choice, x.dtype)
         if dialect is None or not are_few(x, indices, self.num_experts, dialect):
@@ -97,19 +95,6 @@ class TurboQuantSwitchLinear(PackedLayer):
         kind = ("products", _Same(indices))
         outputs = group.once(x, kind, lambda: replay(group.arrays(), make, x, indices))
         return outputs[self.place]
-
-    def _group_has_kernel(self) -> bool:
-        """Whether there is a kernel for the layers of the group together."""
-        if self.has_kernel is None:
-            layers = [n for n in self.group.layers if isinstance(n, TurboQuantSwitchLinear)]
-            weights = [layer.packed() for layer in layers]
-            if len(layers) < self.group.size:
-                self.has_kernel = False
-            elif len(layers) == 1:
-                self.has_kernel = not why_no_kernel(weights[0])
-            else:
-                self.has_kernel = not why_not_jointly(weights)
-        return self.has_kernel
 
     def _cpu_matrix(self, expert: int, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed().expert(expert), self.use_qjl, keep)
