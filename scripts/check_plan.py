@@ -63,18 +63,11 @@ HELD_OUT = {"models": ["made-up-3b"], "context": [8192, 32768], "chunk": [256, 1
 
 def made_up_network(name: str):
     """The model, its weights random bfloat16 numbers of a fixed seed."""
-    import types
-    from importlib.util import find_spec
-
     import mlx.core as mx
 
-    if find_spec("transformers") is None:
-        # mlx-lm's package imports it at once; its model files do without
-        package = types.ModuleType("mlx_lm")
-        spec = find_spec("mlx_lm")
-        assert spec is not None
-        package.__path__ = list(spec.submodule_search_locations or [])
-        sys.modules["mlx_lm"] = package
+    import mlx_lm_models  # noqa: F401  (before mlx-lm)
+
+    # isort: split
     from mlx_lm.models import llama
 
     mx.random.seed(0)

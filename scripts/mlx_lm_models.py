@@ -1,7 +1,7 @@
 """Importing this makes mlx-lm's models importable where transformers is not installed.
 
-A machine that is lent for a benchmark may have MLX and little else. mlx-lm's model classes need
-nothing more, but the package imports its tokenizers first.
+A machine with a GPU may have MLX and little else. mlx-lm's model classes need nothing more, but the
+package imports its tokenizers first.
 """
 
 from __future__ import annotations
