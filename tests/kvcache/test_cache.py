@@ -359,3 +359,18 @@ def test_a_prompt_in_pieces_needs_less_memory_than_with_plain_caches():
 
     with force_backend("cpu"):
         assert peak(lambda: TurboQuantKVCache(3.5)) < 0.6 * peak(KVCache)
+
+
+def test_what_a_prompt_decodes_counts_as_under_way(monkeypatch):
+    """So that not all layers' decoded keys are in memory at once."""
+    noted = []
+    monkeypatch.setattr(
+        "turboquant_mlx.kvcache.packed.note_decoded", lambda keys, n_bytes: noted.append(n_bytes)
+    )
+    cache, pair = TurboQuantKVCache(spec=KVSpec(3, 4)), tokens(160)
+    cache.update_and_fetch(*part(pair, 0, 80))
+    assert noted == [], "nothing was decoded yet"
+    cache.update_and_fetch(*part(pair, 80, 159))
+    assert noted == [2 * HEADS * 80 * WIDTH * 2]
+    cache.update_and_fetch(*part(pair, 159, 160))
+    assert len(noted) == 1, "a single token reads packed keys"

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CheckpointError, OptionError
+from ..kernels.in_flight import note_decoded
 from .attend import MAX_QUERIES
 from .spec import KVSpec, split_bits
 from .store import PackedStore
@@ -77,6 +78,8 @@ class PackedCache:
                 return self.keys_and_values()
             return view_pair(store, keys, values)
         old_keys, old_values = store.decoded(before)
+        # once these keys are there, what earlier layers decoded has been used
+        note_decoded(keys, old_keys.nbytes + old_values.nbytes)
         store.append(keys, values)
         return view_pair(
             store,

@@ -22,6 +22,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from ..errors import CheckpointError, OptionError
+from ..kernels.in_flight import note_decoded
 from .attend import MAX_QUERIES
 from .packed import PackedBatch, PackedCache, kind_of, make_spec
 from .spec import KVSpec
@@ -80,6 +81,8 @@ class RotatingPackedCache(PackedCache):
             store.cut(after)
         if n > MAX_QUERIES and before:
             old_keys, old_values = (x[:, :, -before:] for x in store.decoded(store.columns))
+            # once these keys are there, what earlier layers decoded has been used
+            note_decoded(keys, old_keys.nbytes + old_values.nbytes)
             store.append(keys, values)
             return view_pair(
                 store,
