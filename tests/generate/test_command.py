@@ -217,6 +217,26 @@ def test_trust_remote_code_and_cpu_expand_reach_the_loader(answer):
     assert load["cpu_expand"] == "never"
 
 
+def test_the_prompt_is_read_in_pieces_of_the_given_size(answer, monkeypatch):
+    import mlx_lm
+
+    seen = []
+    stream = mlx_lm.stream_generate
+
+    def note(*args, **options):
+        seen.append(options["prefill_step_size"])
+        return stream(*args, **options)
+
+    monkeypatch.setattr(mlx_lm, "stream_generate", note)
+    plain, pieces = (
+        answer(["a", END], *GREEDY),
+        answer(["a", END], *GREEDY, "--prefill-step-size", "1000"),
+    )
+    assert seen == [2048, 1000]
+    assert pieces.out == plain.out
+    assert answer(["a", END], "--prefill-step-size", "0").code == 2
+
+
 def test_verbose_says_on_stderr_what_runs_the_model(answer):
     said = "weights: none are packed, MLX's own operations multiply"
     loud, quiet = answer(["a", END], *GREEDY, "--verbose"), answer(["a", END], *GREEDY)
@@ -393,7 +413,7 @@ def test_kimi_k3_from_the_hub_is_not(trust, tmp_path):
 @pytest.fixture
 def packed(monkeypatch):
     """How many packed layers and QJL sketches the model has, and what is done to these."""
-    from turboquant_mlx.layers import install
+    from turboquant_mlx.layers import cpu, install
 
     state = SimpleNamespace(layers=["layer"] * 5, sketches=3, switched=[])
 
@@ -402,7 +422,7 @@ def packed(monkeypatch):
         return state.sketches
 
     monkeypatch.setattr(install, "set_qjl", set_qjl)
-    monkeypatch.setattr(install, "packed_layers", lambda model: state.layers)
+    monkeypatch.setattr(cpu, "expanded_bytes", lambda model: len(state.layers))
     return state
 
 
@@ -418,6 +438,6 @@ def test_options_that_a_model_gives_nothing_to_do_are_noted(answer, packed):
     assert answer(["a", END], *options).notes == []
     packed.layers, packed.sketches = [], 0
     assert answer(["a", END], *options).notes == [
-        "note: --cpu-expand has no effect: this model has no packed weights",
+        "note: --cpu-expand has no effect: this model has no weights to expand",
         "note: --fast has no effect: this model has no QJL correction",
     ]

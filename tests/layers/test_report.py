@@ -41,6 +41,16 @@ def test_a_model_without_packed_weights_says_so(said):
     ]
 
 
+def test_a_plain_model_with_copies_of_its_weights_says_so(said):
+    from turboquant_mlx.layers.cpu import prepare
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.set_dtype(mx.bfloat16)
+    prepare(model)
+    (line,) = said(model, "cpu")
+    assert line.startswith("weights: none are packed, NumPy multiplies by float32 copies")
+
+
 def test_on_a_cpu_it_is_said_what_is_kept_and_what_that_takes(said):
     model = model_of(THREE_BITS, THREE_BITS)
     (line,) = said(model, "cpu")

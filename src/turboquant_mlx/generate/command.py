@@ -161,6 +161,7 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
             think_end=None if args.multi_think else processors.think_end_id(tokenizer),
         ),
         prompt_cache=prompt_cache,
+        prefill_step_size=args.prefill_step_size,
     )
     awake = cores_awake() if args.cpu_awake else contextlib.nullcontext()
     try:
@@ -286,9 +287,10 @@ def _apply_model_options(args: argparse.Namespace, model: Any) -> None:
     """Switch QJL off where asked for; say which options this model gives nothing to do."""
     if args.cpu_expand == "auto" and not args.fast:
         return
-    from ..layers.install import packed_layers, set_qjl
+    from ..layers.cpu import expanded_bytes
+    from ..layers.install import set_qjl
 
-    if args.cpu_expand != "auto" and not packed_layers(model):
-        cli.notice("--cpu-expand has no effect: this model has no packed weights")
+    if args.cpu_expand != "auto" and not expanded_bytes(model):
+        cli.notice("--cpu-expand has no effect: this model has no weights to expand")
     if args.fast and not set_qjl(model, False):
         cli.notice("--fast has no effect: this model has no QJL correction")

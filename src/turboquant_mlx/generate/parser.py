@@ -185,9 +185,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--cpu-expand",
         choices=("auto", "always", "never"),
         default="auto",
-        help="On a machine without a GPU, expand the packed weights once to fp32: much faster, "
-        "but needs the memory; auto expands what fits (default: %(default)s). Does not apply "
-        "on a GPU",
+        help="On a machine without a GPU, expand packed and 16-bit weights once to fp32: much "
+        "faster, but needs the memory; auto expands what fits (default: %(default)s). Does not "
+        "apply on a GPU",
     )
     group.add_argument(
         "--cpu-awake",
@@ -195,6 +195,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="On a Linux machine without a GPU, keep the processor cores from falling asleep "
         "between the many small steps of a token: faster where nothing else runs, at the price "
         "of power",
+    )
+    group.add_argument(
+        "--prefill-step-size",
+        type=_integer(at_least=1),
+        default=2048,
+        metavar="TOKENS",
+        help="Read the prompt in pieces of so many tokens; smaller ones take less memory and more "
+        "time (default: %(default)s)",
     )
     group.add_argument(
         "--verbose",

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from ..kernels.dispatch import backend, kernels_of_backend, why_backend
 from ..kernels.selection import MATVEC_ROWS
 from ..kernels.unpack import why_no_kernel
+from .cpu import expanded_bytes
 from .install import packed_layers
 
 
@@ -24,7 +25,11 @@ def describe_backend(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     lines = [f"back-end: {why_backend()}"]
     layers = [layer for _, layer in packed_layers(model)]
     if not layers:
-        return [*lines, "weights: none are packed, MLX's own operations multiply"]
+        n_bytes = expanded_bytes(model) if backend() == "cpu" else 0
+        multiply = "MLX's own operations multiply"
+        if n_bytes:
+            multiply = f"NumPy multiplies by float32 copies that take up to {n_bytes / 1e9:.2f} GB"
+        return [*lines, f"weights: none are packed, {multiply}"]
     if backend() == "cpu":
         kept = [layer for layer in layers if layer.expanded.keep]
         n_bytes = 4 * sum(math.prod(layer.shape) for layer in kept)
