@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import jsonschema
 import pytest
 
 import tiny
+import turboquant_mlx
 from converting import Workshop
 from turboquant_mlx.checkpoint.source import inspect_folder
+from turboquant_mlx.errors import OptionError
 from turboquant_mlx.plan.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +180,13 @@ class TestText:
         assert "16-bit at 16384 tokens, from config.json" in out
         assert "FITS: all in memory" in out
 
+    @pytest.mark.parametrize("bits", ["1", "1.5", "balanced"])
+    def test_the_line_to_run_with_can_be_pasted(self, plan, llama, bits):
+        _, out, _ = plan("--model", str(llama), "--ram-gb", "16", "--kv-bits", bits)
+        line = out.split("run with:\n")[1].splitlines()[0]
+        assert shlex.split(line, comments=True) == ["--kv-bits", bits]
+        assert "  # key-value cache K" in line
+
     def test_has_no_colour(self, plan, llama):
         assert "\x1b" not in plan("--model", str(llama))[1]
 
@@ -192,6 +202,25 @@ class TestText:
     def test_shows_the_projected_conversion(self, plan, llama):
         _, out, _ = plan("--model", str(llama), "--convert", "bits=2")
         assert "converted with bits=2: " in out
+
+
+class TestPython:
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"kv": 4},
+            {"context": "8192"},
+            {"prefill_step_size": 2.5},
+            {"ram_gb": "16"},
+            {"wired_gb": True},
+            {"convert": 3},
+            {"machine": "a Mac"},
+            {"model": None},
+        ],
+    )
+    def test_a_wrong_type_is_an_error_of_ours(self, llama, values):
+        with pytest.raises(OptionError):
+            turboquant_mlx.plan(**{"model": str(llama), **values})
 
 
 def test_a_local_plan_loads_neither_mlx_nor_numpy(llama):

@@ -228,7 +228,9 @@ class TestUsage:
         with pytest.raises(SystemExit) as stop:
             main([])
         assert stop.value.code == 2
-        assert "--model" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "--model" in err
+        assert "--self-test" in err
 
     def test_self_test_passes_here(self, doctor):
         code, checks, _ = doctor("--self-test")

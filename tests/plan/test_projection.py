@@ -117,8 +117,20 @@ class TestTheSum:
         served = plan_model(model, mac(64), Request(ngram_offload=True)).projection.weights.bytes
         assert kept - served == 100_000 * 512 * 2
 
-    @pytest.mark.parametrize("values", [{"context": 0}, {"prefill_step_size": -1}])
-    def test_numbers_of_tokens_are_checked(self, values):
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"context": 0},
+            {"context": "8192"},
+            {"context": None},
+            {"context": True},
+            {"prefill_step_size": -1},
+            {"prefill_step_size": 512.5},
+            {"kv": 4},
+            {"ngram_offload": "no"},
+        ],
+    )
+    def test_values_and_their_types_are_checked(self, values):
         with pytest.raises(OptionError):
             Request(**values)
 
@@ -135,6 +147,22 @@ class TestTheChunk:
         plan = plan_model(dense(5.4), mac(16), Request())
         step = plan.projection.step
         assert any(f"prefill_step_size={step}" in text for text in plan.warnings)
+        assert plan.verdict.flags == ("--prefill-step-size", str(step))
+
+    def test_it_is_recommended_where_the_usual_one_fits_without_a_margin(self):
+        usual = plan_model(dense(4), mac(64), Request(prefill_step_size=2048)).projection
+        room = usual.peak / 0.97 / GB
+        tight = plan_model(dense(4), with_overrides(None, None, room), Request())
+        [text] = [text for text in tight.warnings if "chunks of" in text]
+        assert "are recommended" in text
+        narrow = plan_model(dense(4), with_overrides(None, None, usual.peak * 0.97 / GB), Request())
+        [text] = [text for text in narrow.warnings if "chunks of" in text]
+        assert "only if" in text
+
+    def test_none_is_named_where_none_makes_it_fit(self):
+        plan = plan_model(dense(40), mac(16), Request())
+        assert not any("chunks of" in text for text in plan.warnings)
+        assert plan.verdict.flags == ()
 
     def test_a_given_one_is_kept(self):
         request = Request(prefill_step_size=384)
@@ -193,9 +221,46 @@ class TestTheVerdict:
         known = {text for action in build_parser()._actions for text in action.option_strings}
         kv = KVSpec(8, 3, key_scheme="uniform", group_size=32, min_tokens=16, start=5)
         flags = plan_model(dense(4), mac(64), Request(kv=kv, ngram_offload=True)).verdict.flags
-        words = [word for flag in flags for word in flag.split() if word.startswith("--")]
+        words = [word for word in flags if word.startswith("--")]
         assert len(words) >= 5
         assert set(words) <= known
+
+    @pytest.mark.parametrize(
+        ("kv", "said", "words"),
+        [
+            (KVSpec(1, 1), None, "--kv-bits 1"),
+            (KVSpec(1, 2), "1.5", "--kv-bits 1.5"),
+            (KVSpec(3, 4), None, "--kv-bits 3.5"),
+            (KVSpec(5, 4), "balanced", "--kv-bits balanced"),
+            (KVSpec(5, 4), None, "--kv-k-bits 5 --kv-v-bits 4"),
+            (KVSpec(8, 3), "4", "--kv-k-bits 8 --kv-v-bits 3"),
+            (
+                KVSpec(3, 4, "uniform", "uniform", min_tokens=0),
+                None,
+                "--kv-k-bits 3 --kv-v-bits 4 --kv-key-scheme uniform --kv-value-scheme uniform",
+            ),
+            (
+                KVSpec(4, 4, group_size=32, min_tokens=0, start=100),
+                None,
+                "--kv-bits 4 --kv-group-size 32 --kv-min-tokens 0 --quantized-kv-start 100",
+            ),
+        ],
+    )
+    def test_the_flags_ask_the_command_for_this_cache(self, kv, said, words):
+        from turboquant_mlx.generate.parser import build_parser
+        from turboquant_mlx.kvcache.options import kv_options
+        from turboquant_mlx.kvcache.spec import resolve
+
+        flags = plan_model(dense(4), mac(64), Request(kv=kv, kv_bits=said)).verdict.flags
+        assert flags == tuple(words.split())
+        args = build_parser().parse_args(["--model", "m", "--prompt", "p", *flags])
+        assert resolve(kv_options(args), {}) == kv
+
+    @pytest.mark.parametrize("kv", [KVSpec(8, 1), KVSpec(4, 4, protect_first=1)])
+    def test_a_packing_that_only_python_can_ask_for_is_said(self, kv):
+        plan = plan_model(dense(4), mac(64), Request(kv=kv))
+        assert plan.verdict.flags == ()
+        assert any("no options of the commands" in text for text in plan.warnings)
 
     def test_below_the_experts_of_one_token_streaming_is_no_help(self):
         from turboquant_mlx.plan import projection

@@ -84,7 +84,7 @@ class Conversion:
 
 
 def parse_options(text: str) -> ConvertOptions:
-    """Options from text like ``bits=3,group=64,extras``.
+    """Options from text like ``bits=3,group-size=64,quantize-extras``.
 
     Names are those of turboquant-convert's options, with ``_`` or ``-``; some have short forms. A
     name without a value switches an option on. A list of layers is written with ``+``
@@ -104,7 +104,7 @@ def parse_options(text: str) -> ConvertOptions:
         if name not in known:
             raise OptionError(
                 f"--convert: turboquant-convert has no option {key!r}",
-                hint='write for example --convert "bits=3,group=64,extras"',
+                hint='write for example --convert "bits=3,group-size=64,quantize-extras"',
             )
         values[name] = _value(name, known[name].default, value if given else None)
     return ConvertOptions(**values)
@@ -115,14 +115,15 @@ def _value(name: str, default: Any, text: str | None) -> Any:
         return parse_layer_ranges((text or "").replace("+", ","))
     if name == "expert_layer_tiers":
         return load_tiers(text or "")
+    shown = name.replace("_", "-")
     if isinstance(default, bool):
         if text is None or text.lower() in _TRUE:
             return True
         if text.lower() in _FALSE:
             return False
-        raise OptionError(f"--convert: {name}={text} is neither yes nor no")
+        raise OptionError(f"--convert: {shown}={text} is neither yes nor no")
     if text is None:
-        raise OptionError(f"--convert: {name} needs a value, as in {name}=3")
+        raise OptionError(f"--convert: {shown} needs a value, as in {shown}=3")
     for number in (int, float):
         try:
             return number(text)

@@ -5,8 +5,10 @@ MLX is imported only where a conversion is planned.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from ..errors import OptionError
 from . import DEFAULT_CONTEXT
 
 if TYPE_CHECKING:
@@ -46,14 +48,20 @@ def plan(
         whether it runs, ``projection`` the parts of the sum, in bytes.
 
     Raises:
-        OptionError: a value that is out of range, or options that do not suit the model.
+        OptionError: a value of another type or out of range, or options that do not suit the model.
         ModelNotFoundError: no such model, or no way to reach it.
         UnsupportedModelError, CheckpointError: its files are of another format, or damaged.
     """
     from .headers import open_model
-    from .machine import described
+    from .machine import Machine, described
     from .projection import Request, plan_model
 
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(f"model must be a folder or the name of a repository, not {model!r}")
+    if convert is not None and not isinstance(convert, str):
+        raise OptionError(f"convert must be text such as 'bits=3', not {convert!r}")
+    if machine is not None and not isinstance(machine, Machine):
+        raise OptionError(f"machine must be a Machine, not {machine!r}")
     request = Request(context, kv, prefill_step_size, ngram_offload)
     target = machine or described(ram_gb, wired_gb)
     files = open_model(str(model))

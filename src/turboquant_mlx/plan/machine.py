@@ -124,8 +124,11 @@ def described(ram_gb: float | None, wired_gb: float | None) -> Machine:
     if ram_gb is None and wired_gb is None:
         return detect()
     for value, name in ((ram_gb, "ram_gb"), (wired_gb, "wired_gb")):
-        if value is not None and not 0 < value <= MOST_GB:
-            raise OptionError(f"{name} {value:g} is not a size in GB, above 0 and at most 10^6")
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value <= MOST_GB:
+            raise OptionError(f"{name} {value!r} is not a size in GB, above 0 and at most 10^6")
     return with_overrides(None, ram_gb, wired_gb)
 
 

@@ -97,6 +97,7 @@ def request_of(args: argparse.Namespace) -> Request:
         kv=resolve(kv_options(args)),
         prefill_step_size=args.prefill_step_size,
         ngram_offload=args.ngram_offload,
+        kv_bits=None if args.kv_bits is None else str(args.kv_bits),
     )
 
 

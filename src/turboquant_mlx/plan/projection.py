@@ -18,11 +18,11 @@ from ..kvcache.spec import KVSpec
 from . import DEFAULT_CONTEXT
 from .headers import ModelFiles
 from .machine import GB, MIB, Machine
-from .verdict import Verdict, judge
+from .verdict import DEFAULT_CHUNK, Verdict, judge, kv_flags
 from .weights import Weights, weigh
 
-CHUNKS = (2048, 1024, 512, 256, 128)
-"""Prefill chunks to choose from; 2048 is mlx-lm's default."""
+CHUNKS = (DEFAULT_CHUNK, 1024, 512, 256, 128)
+"""Prefill chunks to choose from."""
 SAFE_SHARE = 0.95
 """Share of the ceiling that a chunk chosen here may fill."""
 
@@ -75,22 +75,34 @@ class Request:
         kv: packing of the key-value cache, None for 16 bits.
         prefill_step_size: tokens per prefill chunk, None to choose the largest safe one.
         ngram_offload: serve n-gram tables from disk.
+        kv_bits: the user's own words for the widths of ``kv``, as --kv-bits takes them, for the
+            command line that is shown.
 
     Raises:
-        OptionError: a value that is out of range.
+        OptionError: a value of another type or out of range.
     """
 
     context: int = DEFAULT_CONTEXT
     kv: KVSpec | None = None
     prefill_step_size: int | None = None
     ngram_offload: bool = False
+    kv_bits: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "prefill_step_size"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= 2**31 - 1:
+            if value is None and name != "context":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 flag = "--" + name.replace("_", "-")
-                raise OptionError(f"{flag} {value} is not a number of tokens (1 or more)")
+                raise OptionError(f"{flag} {value!r} is not a number of tokens (1 or more)")
+        if self.kv is not None and not isinstance(self.kv, KVSpec):
+            raise OptionError(
+                f"kv must be a KVSpec or None, not {self.kv!r}",
+                hint="KVSpec(4, 4) packs keys and values in 4 bits",
+            )
+        if not isinstance(self.ngram_offload, bool):
+            raise OptionError(f"ngram_offload must be True or False, not {self.ngram_offload!r}")
 
 
 @dataclass(frozen=True)
@@ -218,19 +230,39 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
             "--ngram-offload is planned for, but no command of this version keeps the table on "
             f"disk: until one does, {weights.ngram / GB:.2f} GB more are needed"
         )
-    step = projection.step
-    if step != CHUNKS[0] and request.prefill_step_size is None:
-        warnings.append(
-            f"it fits only if prompts are read in chunks of {step} tokens and not of "
-            f"{CHUNKS[0]}: in Python prefill_step_size={step}, in mlx-lm's own commands "
-            f"--prefill-step-size {step}"
-        )
+    if kv_flags(request) is None:
+        warnings.append("no options of the commands ask for this packing of the cache")
     if machine.device_basis.endswith("(estimated)"):
         warnings.append(f"the ceiling is an estimate: {machine.device_basis}")
     if machine.backend == "cpu" and not machine.assumed:
         warnings.append("there is no GPU that MLX can use: the model would run on the CPU")
     verdict = judge(weights, machine, projection)
+    if verdict.mode == "resident":
+        warnings += _chunk_warning(model.config, weights, machine, projection, verdict)
     return Plan(model, weights, machine, projection, verdict, tuple(warnings), model.notes)
+
+
+def _chunk_warning(
+    config: Mapping[str, Any],
+    weights: Weights,
+    machine: Machine,
+    projection: Projection,
+    verdict: Verdict,
+) -> list[str]:
+    """What to know about a chunk that was chosen and is not the usual one, of a model that fits."""
+    step, request = projection.step, projection.request
+    if step == DEFAULT_CHUNK or request.prefill_step_size is not None:
+        return []
+    ceiling = machine.raised_ceiling_bytes if verdict.needs_wired_bump else machine.ceiling_bytes
+    usual = _project(config, weights, machine, request, DEFAULT_CHUNK).known
+    if ceiling is not None and usual <= ceiling:
+        share = f"{usual / ceiling:.0%}"
+        what = f"chunks of {step} tokens are recommended: {DEFAULT_CHUNK} would take {share} of "
+        what += "what there is, and the sum is an estimate"
+    else:
+        what = f"it fits only if prompts are read in chunks of {step} tokens and not of "
+        what += str(DEFAULT_CHUNK)
+    return [f"{what} (--prefill-step-size {step}; in Python prefill_step_size={step})"]
 
 
 def project(

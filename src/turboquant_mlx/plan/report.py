@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +131,22 @@ def plan_text(plan: Plan) -> str:
         if verdict.mode != "resident" or verdict.needs_wired_bump
         else _HEADLINES["resident"],
     ]
-    lines += _section("run with", verdict.flags)
+    lines += _section("run with", _run_with(plan))
     lines += _section("first", verdict.commands)
     lines += extras_text(plan.extras)
     lines += [f"warning: {text}" for text in plan.warnings]
     lines += [f"note: {text}" for text in plan.notes]
     return "\n".join(lines)
+
+
+def _run_with(plan: Plan) -> list[str]:
+    """The flags as one line that a shell takes as it is, and what they ask for as a comment."""
+    flags, kv = plan.verdict.flags, plan.projection.request.kv
+    if not flags:
+        return []
+    packed = any(flag.startswith("--kv-") for flag in flags)
+    comment = f"  # key-value cache {kv.describe()}" if kv is not None and packed else ""
+    return [shlex.join(flags) + comment]
 
 
 def _origin(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ failed, 2 bad usage.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def _command(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse(argv)
     if args.model is None and not args.self_test:
-        parser.error("the following arguments are required: --model")
+        parser.error("--model is needed, or --self-test to check this installation alone")
     from ..report import error_dict
     from .environment import check_environment
 
@@ -129,7 +130,9 @@ def _fit(plan: Plan) -> Check:
     from .check import failed, passed, warned
 
     verdict, peak = plan.verdict, plan.projection.peak
-    fix = "; ".join([*verdict.commands, *verdict.flags])
+    fix = "; ".join(verdict.commands)
+    if verdict.runnable and verdict.flags:
+        fix = "; ".join([*verdict.commands, f"then run with {shlex.join(verdict.flags)}"])
     if not verdict.runnable:
         name = "fit.projection"
         if verdict.mode == "unknown":
