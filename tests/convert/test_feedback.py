@@ -257,6 +257,33 @@ class TestInterrupted:
         whole = workshop.converted(llama, *flags[1:])
         assert stored(target) == stored(whole.folder)
 
+    def test_what_is_damaged_is_made_again(
+        self,
+        workshop: Workshop,
+        llama: Path,
+        tmp_path: Path,
+        text: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        flags = ["--no-balance", "--error-feedback", "--feedback-text", text]
+        target = tmp_path / "out[1]"  # of a pattern for file names, nothing is a pattern here
+        self.interrupted(llama, target, flags, after=4)
+        (left,) = tmp_path.iterdir()
+        cut, empty = sorted(left.glob("*.safetensors"))[:2]
+        cut.write_bytes(cut.read_bytes()[:300])
+        empty.write_bytes(b"")
+        tokens = left / "tokens.npy"
+        tokens.write_bytes(tokens.read_bytes()[:100])
+
+        done = convert(llama, target, *flags)
+        assert done.code == 0, done.err
+        assert "note: an earlier run of this command has left 2 layers" in done.notes
+        for file in (cut, empty, tokens):
+            assert any(file.name in line for line in caplog.messages if "damaged" in line)
+        assert [path.name for path in tmp_path.iterdir()] == ["out[1]"]
+        whole = workshop.converted(llama, *flags[1:])
+        assert stored(target) == stored(whole.folder)
+
     def test_other_options_begin_anew_and_clear_up_at_the_end(
         self, llama: Path, tmp_path: Path, text: str
     ) -> None:

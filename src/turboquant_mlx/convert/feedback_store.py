@@ -7,8 +7,10 @@ stopped. It is removed when the conversion is complete.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,8 +20,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint.schema import ModuleEntry
+from ..checkpoint.headers import read_header
+from ..checkpoint.schema import ModuleEntry, expected_tensors
+from ..errors import CheckpointError
 from ..quant.weight import PackedWeight
+
+logger = logging.getLogger("turboquant_mlx")
 
 _TOKENS = "tokens.npy"
 _LAYER = ".safetensors"
@@ -52,14 +58,13 @@ class FeedbackStore:
 
     def __init__(self, target: Path, key: str, entries: Mapping[str, ModuleEntry]):
         self.entries = entries
-        self._others = f".{target.name}.feedback-*"
+        self._others = f".{glob.escape(target.name)}.feedback-*"
         self.folder = target.absolute().parent / f".{target.name}.feedback-{key}"
         self.folder.mkdir(parents=True, exist_ok=True)
         for scratch in self.folder.glob(f"*{_SCRATCH}*"):
             scratch.unlink()
-        self._paths = {
-            file.name.removesuffix(_LAYER) for file in self.folder.glob(f"*{_LAYER}")
-        } & set(entries)
+        left = {file.name.removesuffix(_LAYER) for file in self.folder.glob(f"*{_LAYER}")}
+        self._paths = {path for path in left & set(entries) if self._is_whole(path)}
         self.found = len(self._paths)
         """Layers of an earlier run."""
 
@@ -69,22 +74,42 @@ class FeedbackStore:
     def __len__(self) -> int:
         return len(self._paths)
 
+    def _is_whole(self, path: str) -> bool:
+        """Whether a layer of an earlier run can be read; one that cannot is forgotten."""
+        file = self.folder / f"{path}{_LAYER}"
+        try:
+            found = read_header(file).tensors
+            for name, wanted in expected_tensors(self.entries[path]).items():
+                if name not in found or tuple(found[name].shape) != wanted.shape:
+                    raise CheckpointError(f"{file}: its {name} are not those of this layer")
+        except CheckpointError as error:
+            logger.warning("warning: quantizing %s again, what is kept is damaged: %s", path, error)
+            file.unlink()
+            return False
+        return True
+
     def tokens(self) -> np.ndarray | None:
-        """The text of an earlier run."""
+        """The text of an earlier run; None if there is none, or a damaged one."""
         file = self.folder / _TOKENS
-        return np.load(file) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            return np.load(file)
+        except (ValueError, EOFError, OSError) as error:
+            logger.warning("warning: making the text again, %s is damaged: %s", file, error)
+            return None
 
     def keep_tokens(self, tokens: np.ndarray) -> None:
         """Keep the text for a later run."""
         scratch = self.folder / f"tokens{_SCRATCH}.npy"
         np.save(scratch, tokens)
-        os.replace(scratch, self.folder / _TOKENS)
+        _settle(scratch, self.folder / _TOKENS)
 
     def put(self, path: str, packed: PackedWeight) -> None:
         """Keep a layer."""
         scratch = self.folder / f"{path}{_SCRATCH}{_LAYER}"
         mx.save_safetensors(str(scratch), packed.arrays())
-        os.replace(scratch, self.folder / f"{path}{_LAYER}")
+        _settle(scratch, self.folder / f"{path}{_LAYER}")
         self._paths.add(path)
 
     def get(self, path: str) -> PackedWeight:
@@ -103,3 +128,10 @@ class FeedbackStore:
         """Leave nothing behind where there is nothing to go on from."""
         if not self._paths:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _settle(scratch: Path, file: Path) -> None:
+    """Give a finished file its name, once its bytes are on the disk."""
+    with scratch.open("rb+") as written:
+        os.fsync(written.fileno())
+    os.replace(scratch, file)
