@@ -200,6 +200,7 @@ def to_compile() -> list[tuple]:
     return cases
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("work, spec, rows, dtype", to_compile(), ids=str)
 def test_cuda_text_compiles_without_spilling(work, spec, rows, dtype, tmp_path):

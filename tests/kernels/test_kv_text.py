@@ -133,6 +133,7 @@ def cuda_program(kernel, inputs: list[mx.array], call: dict) -> str:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize(
     "bits, width, queries, dtype",

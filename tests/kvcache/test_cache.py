@@ -13,7 +13,6 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from turboquant_mlx.errors import CheckpointError, OptionError
-from turboquant_mlx.kernels.dispatch import force_backend
 from turboquant_mlx.kvcache.cache import BatchTurboQuantKVCache, TurboQuantKVCache
 from turboquant_mlx.kvcache.spec import KVSpec
 
@@ -337,28 +336,47 @@ def test_a_state_that_is_none_is_named():
     mx.default_device().type != mx.DeviceType.cpu, reason="measures the CPU's path in CPU memory"
 )
 def test_a_prompt_in_pieces_needs_less_memory_than_with_plain_caches():
-    """The peak, with 12 layers: decoded keys and values of one layer at a time, and the cache."""
+    """The peak, with 12 layers: decoded keys and values of one layer at a time, and the cache.
 
-    def peak(make) -> int:
-        mx.random.seed(0)
-        caches = [make() for _ in range(12)]
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        for _ in range(4):
-            for cache in caches:
-                keys, values = (
-                    mx.random.normal((1, HEADS, 256, WIDTH)).astype(mx.float16) for _ in range(2)
-                )
-                held = cache.update_and_fetch(keys, values)
-                q = keys[:, :, -16:]
-                mx.eval(mx.fast.scaled_dot_product_attention(q, *held, scale=0.1))
-                del held
-            mx.eval([cache.state for cache in caches])
-        return mx.get_peak_memory() - before
+    In a process of its own, for what other tests have left behind would count; the least of five
+    runs, for MLX's thread may free an array a little later than the next one is made.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PEAKS], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    packed, plain = map(int, done.stdout.split())
+    assert packed < 0.6 * plain
 
-    with force_backend("cpu"):
-        assert peak(lambda: TurboQuantKVCache(3.5)) < 0.6 * peak(KVCache)
+
+PEAKS = f"""
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+from turboquant_mlx.kernels.dispatch import force_backend
+from turboquant_mlx.kvcache.cache import TurboQuantKVCache
+
+def peak(make):
+    mx.random.seed(0)
+    caches = [make() for _ in range(12)]
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(4):
+        for cache in caches:
+            keys, values = (
+                mx.random.normal((1, {HEADS}, 256, {WIDTH})).astype(mx.float16) for _ in range(2)
+            )
+            held = cache.update_and_fetch(keys, values)
+            q = keys[:, :, -16:]
+            mx.eval(mx.fast.scaled_dot_product_attention(q, *held, scale=0.1))
+            del held
+        mx.eval([cache.state for cache in caches])
+    return mx.get_peak_memory() - before
+
+with force_backend("cpu"):
+    for make in (lambda: TurboQuantKVCache(3.5), KVCache):
+        print(min(peak(make) for _ in range(5)))
+"""
 
 
 def test_what_a_prompt_decodes_counts_as_under_way(monkeypatch):
