@@ -122,6 +122,30 @@ def base_matrix(base: int) -> np.ndarray:
     return np.sign(hadamard_matrix(base)).astype(np.float32)
 
 
+def sizes_of(sides: tuple[KVSide, KVSide]) -> list[tuple[str, int]]:
+    """Template arguments of kernels that take both sides: widths, bits, groups and blocks."""
+    key, value = sides
+    return [
+        ("D", key.width),
+        ("DV", value.width),
+        ("KB", key.bits),
+        ("VB", value.bits),
+        ("KGROUP", key.group),
+        ("VGROUP", value.group),
+        ("KBASE", key.base),
+        ("VBASE", value.base),
+        ("KPOWER", key.block // key.base),
+        ("VPOWER", value.block // value.base),
+    ]
+
+
+def packed_inputs(
+    keys: tuple[mx.array, ...], values: tuple[mx.array, ...], facts: mx.array
+) -> tuple[mx.array, ...]:
+    """Codes, scales and biases of both sides; ``facts`` in place of biases that there are not."""
+    return (*keys, facts)[:3] + (*values, facts)[:3]
+
+
 class KVRows(NamedTuple):
     """Where the tokens of a batch are.
 
@@ -342,12 +366,7 @@ def kv_attend(
         made.programs[parts] = traced(partial(_run, made, dialect, sides[1].width, parts))
     (y,) = made.programs[parts](
         queries,
-        keys[0],
-        keys[1],
-        keys[2] if len(keys) > 2 else facts,
-        values[0],
-        values[1],
-        values[2] if len(values) > 2 else facts,
+        *packed_inputs(keys, values, facts),
         facts,
         _scalar(scale * math.log2(math.e)),
         meta,

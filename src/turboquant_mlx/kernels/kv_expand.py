@@ -15,7 +15,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from .dialect import Dialect
-from .kv_attend import KVRows, KVSide, meta_of
+from .kv_attend import KVRows, KVSide, meta_of, packed_inputs, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
 from .replay import Program, traced
@@ -139,18 +139,9 @@ def _template(
     return tokens, [
         ("T", dtype),
         ("HEADS", kv_heads),
-        ("D", key.width),
-        ("DV", value.width),
-        ("KB", key.bits),
-        ("VB", value.bits),
-        ("KGROUP", key.group),
-        ("VGROUP", value.group),
+        *sizes_of(sides),
         ("KAFFINE", key.affine),
         ("VAFFINE", value.affine),
-        ("KBASE", key.base),
-        ("VBASE", value.base),
-        ("KPOWER", key.block // key.base),
-        ("VPOWER", value.block // value.base),
         ("SHIFT", shift),
         ("RAW", raw),
         ("TOKENS", tokens),
@@ -192,12 +183,7 @@ def kv_expand(
     )
     raw_keys, raw_values = raw if has_raw else (facts, facts)
     one, two = program(
-        keys[0],
-        keys[1],
-        keys[2] if len(keys) > 2 else facts,
-        values[0],
-        values[1],
-        values[2] if len(values) > 2 else facts,
+        *packed_inputs(keys, values, facts),
         facts,
         meta_of(rows, 0, capacity, raw_keys.shape[2] if has_raw else 0, (0, 0, 0)),
         raw_keys,

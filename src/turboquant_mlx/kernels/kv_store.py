@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from .dialect import Dialect
-from .kv_attend import KVSide, base_matrix
+from .kv_attend import KVSide, base_matrix, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
 from .replay import Program, traced
@@ -221,18 +221,8 @@ def constants(
 
 @lru_cache(maxsize=64)
 def _template(sides: tuple[KVSide, KVSide], shift: bool, cells: int) -> list:
-    key, value = sides
     return [
-        ("D", key.width),
-        ("DV", value.width),
-        ("KB", key.bits),
-        ("VB", value.bits),
-        ("KGROUP", key.group),
-        ("VGROUP", value.group),
-        ("KBASE", key.base),
-        ("VBASE", value.base),
-        ("KPOWER", key.block // key.base),
-        ("VPOWER", value.block // value.base),
+        *sizes_of(sides),
         ("SHIFT", shift),
         ("CELLS", cells),
         ("TRIALS", TRIALS),

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..kernels import dispatch, kv_attend
 from ..quant.bfloat16 import widen
-from .codec import Array, Parts, SideCodec, kernel_facts, kernel_sides
+from .codec import Array, Parts, SideCodec, bits_of, kernel_facts, kernel_sides
 from .store import PackedStore
 
 MAX_QUERIES = 8
@@ -117,7 +117,7 @@ def reference(
     on_numpy = False
     if dispatch.backend() == "cpu":
         extra = [a for a in (mask, sinks) if isinstance(a, mx.array)]
-        on_numpy = not dispatch.is_traced(_readable(queries), *store.arrays(), *extra)
+        on_numpy = not dispatch.is_traced(bits_of(queries), *store.arrays(), *extra)
     if not on_numpy:
         return _attend(mx, queries, store, scale, mask, sinks).astype(queries.dtype)
     from ..kernels.blas import one_thread  # a GPU machine needs none of what it needs
@@ -126,14 +126,10 @@ def reference(
         return mx.array(_attend(np, queries, store, scale, mask, sinks)).astype(queries.dtype)
 
 
-def _readable(x: mx.array) -> mx.array:
-    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
-
-
 def _float(xp: Any, x: mx.array) -> Array:
     """float32 of an MLX array, as NumPy where that works."""
     if xp is np:
-        return widen(np.array(_readable(x), copy=False))
+        return widen(np.array(bits_of(x), copy=False))
     return x.astype(mx.float32)
 
 

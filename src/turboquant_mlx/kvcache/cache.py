@@ -13,13 +13,14 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from ..errors import OptionError
-from .packed import PackedBatch, PackedCache, kind_of, make_spec
+from .packed import PackedBatch, PackedCache, PackedSingle, kind_of, make_spec
 from .rotating import BatchTurboQuantRotatingKVCache, TurboQuantRotatingKVCache
 from .spec import KVSpec
+from .stack import stack
 from .store import PackedStore
 
 
-class TurboQuantKVCache(PackedCache, mlx_lm_cache._BaseCache):
+class TurboQuantKVCache(PackedSingle, mlx_lm_cache._BaseCache):
     """Packed keys and values of one sequence.
 
     Args:
@@ -90,28 +91,12 @@ class TurboQuantKVCache(PackedCache, mlx_lm_cache._BaseCache):
         """One batch of several caches; plain ones among them are packed."""
         return BatchTurboQuantKVCache.merge(caches)
 
-    def to_batch(self, left_padding: list[int]) -> BatchTurboQuantKVCache:
-        """A batch cache, as mlx-vlm's server asks for: empty, or of this sequence repeated.
+    def _empty_batch(self, padding: list[int]) -> BatchTurboQuantKVCache:
+        return BatchTurboQuantKVCache(padding, spec=self.spec)
 
-        Raises:
-            ValueError: it holds tokens and padding is asked for.
-        """
-        padding = [int(p) for p in left_padding]
-        if self.empty():
-            return BatchTurboQuantKVCache(padding, spec=self.spec)
-        if any(padding):
-            raise ValueError("a cache with tokens in it cannot be padded")
-        return BatchTurboQuantKVCache.merge([self] * len(padding))
-
-    def prefix_cache_merge(self, rows: list[Any], prefix_lens: list[int]) -> Any:
-        """One batch of restored rows, empty plain ones among them; None if they do not fit."""
-        for row, length in zip(rows, prefix_lens, strict=True):
-            ours = isinstance(row, TurboQuantKVCache) and row.spec == self.spec
-            cold = kind_of(row) == "KVCache" and row.keys is None
-            if not (ours or cold) or int(row.offset) != int(length):
-                return None
-        singles = [TurboQuantKVCache.from_cache(row, spec=self.spec) for row in rows]
-        return BatchTurboQuantKVCache.merge(singles) if singles else None
+    def _is_alike(self, row: Any) -> bool:
+        ours = isinstance(row, TurboQuantKVCache) and row.spec == self.spec
+        return ours or (kind_of(row) == "KVCache" and row.keys is None)
 
 
 class BatchTurboQuantKVCache(PackedBatch, mlx_lm_cache._BaseCache):
@@ -145,7 +130,7 @@ class BatchTurboQuantKVCache(PackedBatch, mlx_lm_cache._BaseCache):
         Raises:
             OptionError: it is packed in another way, or of another kind.
         """
-        self.store = PackedStore.stack([self.store, batch_store(other, self.spec)])
+        self.store = stack([self.store, batch_store(other, self.spec)])
 
     def extract(self, idx: int) -> TurboQuantKVCache:
         """A cache of row ``idx`` alone."""
@@ -164,7 +149,7 @@ class BatchTurboQuantKVCache(PackedBatch, mlx_lm_cache._BaseCache):
         spec = next(c.spec for c in caches if isinstance(c, PackedCache))
         singles = [TurboQuantKVCache.from_cache(c, spec=spec) for c in caches]
         made = cls([0] * len(caches), spec=spec)
-        made.store = PackedStore.stack([c.store for c in singles])
+        made.store = stack([c.store for c in singles])
         return made
 
 

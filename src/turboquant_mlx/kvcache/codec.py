@@ -306,6 +306,11 @@ class SideCodec(NamedTuple):
         return unrotate(y, rotation_block(self.width), signs(self.width, self.side))
 
 
+def bits_of(x: mx.array) -> mx.array:
+    """``x`` as NumPy can read it: bfloat16 as its bits. ``widen`` makes float32 of either."""
+    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
+
+
 def encode_sides(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> list[Parts]:
     """``SideCodec.encode`` of several sides, with one evaluation for all on a CPU and one launch
     for keys and values together on a GPU."""
@@ -317,9 +322,7 @@ def encode_sides(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> li
         # NumPy has no bfloat16; widening to float32 comes later, piece by piece
         for codec, *arrays in sides:
             given = [a for a in arrays if a is not None] if codec.rotated else []
-            readable.append(
-                tuple(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in given)
-            )
+            readable.append(tuple(bits_of(a) for a in given))
         on_cpu = not dispatch.is_traced(*(a for some in readable for a in some))
     out: list[Parts] = []
     for i, (codec, x, shift) in enumerate(sides):

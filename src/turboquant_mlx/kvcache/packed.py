@@ -71,13 +71,21 @@ class PackedCache:
         stored; up to ``MAX_QUERIES`` tokens see themselves as stored, too, so that a verified
         draft and the same tokens decoded singly agree.
         """
-        store, before, n = self.store, self.store.columns, keys.shape[2]
-        if n <= MAX_QUERIES or not before:
+        if keys.shape[2] > MAX_QUERIES:
+            return self._append_prompt(self.store.columns, keys, values)
+        self.store.append(keys, values)
+        return self.keys_and_values()
+
+    def _append_prompt(
+        self, before: int, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append many columns; views of the last ``before`` ones as they are stored and of the new
+        ones in full precision."""
+        store = self.store
+        if not before:
             store.append(keys, values)
-            if n <= MAX_QUERIES:
-                return self.keys_and_values()
             return view_pair(store, keys, values)
-        old_keys, old_values = store.decoded(before)
+        old_keys, old_values = (x[:, :, -before:] for x in store.decoded(store.columns))
         # once these keys are there, what earlier layers decoded has been used
         note_decoded(keys, old_keys.nbytes + old_values.nbytes)
         store.append(keys, values)
@@ -191,6 +199,48 @@ def _store_of(state: tuple) -> PackedStore:
         return store
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"this is no state of a packed cache: {error}") from error
+
+
+class PackedSingle(PackedCache):
+    """What caches of one sequence have in common, for mlx-vlm's server and its prefix cache."""
+
+    @classmethod
+    def from_cache(cls, cache: Any, bits: Any = None, *, spec: KVSpec | None = None) -> Any:
+        """Pack a plain cache; one that is packed already in this way is returned."""
+        raise NotImplementedError
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        """One batch of several caches; plain ones among them are packed."""
+        raise NotImplementedError
+
+    def _empty_batch(self, padding: list[int]) -> Any:
+        raise NotImplementedError
+
+    def _is_alike(self, row: Any) -> bool:
+        """Whether a row, packed or plain and empty, can stand beside this one."""
+        raise NotImplementedError
+
+    def to_batch(self, left_padding: list[int]) -> Any:
+        """A batch cache, as mlx-vlm's server asks for: empty, or of this sequence repeated.
+
+        Raises:
+            ValueError: it holds tokens and padding is asked for.
+        """
+        padding = [int(p) for p in left_padding]
+        if self.empty():
+            return self._empty_batch(padding)
+        if any(padding):
+            raise ValueError("a cache with tokens in it cannot be padded")
+        return self.merge([self] * len(padding))
+
+    def prefix_cache_merge(self, rows: list[Any], prefix_lens: list[int]) -> Any:
+        """One batch of restored rows, empty plain ones among them; None if they do not fit."""
+        for row, length in zip(rows, prefix_lens, strict=True):
+            if not self._is_alike(row) or int(row.offset) != int(length):
+                return None
+        singles = [self.from_cache(row, spec=self.spec) for row in rows]
+        return self.merge(singles) if singles else None
 
 
 class PackedBatch(PackedCache):

@@ -22,10 +22,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import create_causal_mask
 
 from ..errors import CheckpointError, OptionError
-from ..kernels.in_flight import note_decoded
 from .attend import MAX_QUERIES
-from .packed import PackedBatch, PackedCache, kind_of, make_spec
+from .packed import PackedBatch, PackedCache, PackedSingle, kind_of, make_spec
 from .spec import KVSpec
+from .stack import stack
 from .store import PackedStore, grown
 from .views import view_pair
 
@@ -79,19 +79,9 @@ class RotatingPackedCache(PackedCache):
         too_large = capacity - after > 2 * (grown(after) - after)
         if n > MAX_QUERIES or too_large or store.columns + n > capacity:
             store.cut(after)
-        if n > MAX_QUERIES and before:
-            old_keys, old_values = (x[:, :, -before:] for x in store.decoded(store.columns))
-            # once these keys are there, what earlier layers decoded has been used
-            note_decoded(keys, old_keys.nbytes + old_values.nbytes)
-            store.append(keys, values)
-            return view_pair(
-                store,
-                mx.concatenate([old_keys, keys.astype(old_keys.dtype)], axis=2),
-                mx.concatenate([old_values, values.astype(old_values.dtype)], axis=2),
-            )
-        store.append(keys, values)
         if n > MAX_QUERIES:
-            return view_pair(store, keys, values)
+            return self._append_prompt(before, keys, values)
+        store.append(keys, values)
         return self._views(after)
 
     def _views(self, columns: int) -> tuple[mx.array, mx.array]:
@@ -156,7 +146,7 @@ class RotatingPackedCache(PackedCache):
         return store.rows(range(store.batch))
 
 
-class TurboQuantRotatingKVCache(RotatingPackedCache, mlx_lm_cache._BaseCache):
+class TurboQuantRotatingKVCache(RotatingPackedCache, PackedSingle, mlx_lm_cache._BaseCache):
     """Packed keys and values of the last tokens of one sequence.
 
     Args:
@@ -238,31 +228,15 @@ class TurboQuantRotatingKVCache(RotatingPackedCache, mlx_lm_cache._BaseCache):
         """One batch of several caches; plain ones among them are packed."""
         return BatchTurboQuantRotatingKVCache.merge(caches)
 
-    def to_batch(self, left_padding: list[int]) -> BatchTurboQuantRotatingKVCache:
-        """A batch cache, as mlx-vlm's server asks for: empty, or of this sequence repeated.
+    def _empty_batch(self, padding: list[int]) -> BatchTurboQuantRotatingKVCache:
+        return BatchTurboQuantRotatingKVCache(
+            self.max_size, padding, keep=self.keep, spec=self.spec
+        )
 
-        Raises:
-            ValueError: it holds tokens and padding is asked for.
-        """
-        padding = [int(p) for p in left_padding]
-        if self.empty():
-            return BatchTurboQuantRotatingKVCache(
-                self.max_size, padding, keep=self.keep, spec=self.spec
-            )
-        if any(padding):
-            raise ValueError("a cache with tokens in it cannot be padded")
-        return BatchTurboQuantRotatingKVCache.merge([self] * len(padding))
-
-    def prefix_cache_merge(self, rows: list[Any], prefix_lens: list[int]) -> Any:
-        """One batch of restored rows, empty plain ones among them; None if they do not fit."""
-        for row, length in zip(rows, prefix_lens, strict=True):
-            ours = isinstance(row, TurboQuantRotatingKVCache) and row.spec == self.spec
-            cold = kind_of(row) == "RotatingKVCache" and row.keys is None
-            fits = (ours or cold) and (row.max_size, row.keep) == (self.max_size, self.keep)
-            if not fits or int(row.offset) != int(length):
-                return None
-        singles = [TurboQuantRotatingKVCache.from_cache(row, spec=self.spec) for row in rows]
-        return BatchTurboQuantRotatingKVCache.merge(singles) if singles else None
+    def _is_alike(self, row: Any) -> bool:
+        ours = isinstance(row, TurboQuantRotatingKVCache) and row.spec == self.spec
+        cold = kind_of(row) == "RotatingKVCache" and row.keys is None
+        return (ours or cold) and (row.max_size, row.keep) == (self.max_size, self.keep)
 
 
 class BatchTurboQuantRotatingKVCache(RotatingPackedCache, PackedBatch, mlx_lm_cache._BaseCache):
@@ -313,7 +287,7 @@ class BatchTurboQuantRotatingKVCache(RotatingPackedCache, PackedBatch, mlx_lm_ca
         Raises:
             OptionError: it is packed in another way, or of another kind.
         """
-        self.store = PackedStore.stack([self._joinable(self), self._joinable(other)])
+        self.store = stack([self._joinable(self), self._joinable(other)])
 
     def extract(self, idx: int) -> TurboQuantRotatingKVCache:
         """A cache of row ``idx`` alone."""
@@ -331,7 +305,7 @@ class BatchTurboQuantRotatingKVCache(RotatingPackedCache, PackedBatch, mlx_lm_ca
         """
         model = next(c for c in caches if isinstance(c, RotatingPackedCache))
         made = cls(model.max_size, [0] * len(caches), keep=model.keep, spec=model.spec)
-        made.store = PackedStore.stack([made._joinable(c) for c in caches])
+        made.store = stack([made._joinable(c) for c in caches])
         return made
 
 

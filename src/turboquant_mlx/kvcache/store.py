@@ -1,35 +1,32 @@
 """Packed keys and values of several sequences, appended to, cut, rolled and joined.
 
-Tokens stand in columns shared by all rows; row r's own token t is in column ``padding[r] + t``, so
-rows of different lengths are padded on the left. A row's first tokens are held apart in 16 bits,
-in the row's own positions (``raw``): all of them until the row has ``spec.warm_tokens``, then only
-the first ``spec.min_tokens``. At that moment, and never again, a part of the mean of the 32 keys
-behind the first ones becomes the row's ``shift`` and everything that may be packed is packed. A
-row's stored bits therefore depend on its own tokens only, not on how many came at once or on its
-neighbours.
+Tokens stand in columns shared by all rows, see ``layout``. A row's first tokens are held apart in
+16 bits, in the row's own positions (``raw``): all of them until the row has ``spec.warm_tokens``,
+then only the first ``spec.min_tokens``. At that moment, and never again, a part of the mean of the
+32 keys behind the first ones becomes the row's ``shift`` and everything that may be packed is
+packed. A row's stored bits therefore depend on its own tokens only, not on how many came at once or
+on its neighbours.
 
-Lengths are known to Python (nothing waits for the device to learn them). Capacity grows by a
-sixteenth at a time, so a token is copied sixteen times in the long run, not at every step.
+Capacity grows by a sixteenth at a time, so a token is copied sixteen times in the long run, not at
+every step.
 
-A sliding window (``rotating``) forgets tokens at the front: ``drop`` hides their columns as if they
-were padding, which costs nothing, and ``cut`` gives the columns back now and then. A row's own
-positions then count from the first token that is left. The first ``keep`` tokens are never
+A sliding window (``rotating``) forgets tokens at the front: ``drop`` hides their columns, which
+costs nothing, and ``cut`` gives the columns back now and then. The first ``keep`` tokens are never
 forgotten; they are in 16 bits, and stand in the columns right before the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..errors import OptionError
 from ..kernels import dispatch, kv_expand
 from ..kernels.kv_attend import KVRows
 from .codec import Parts, SideCodec, encode_sides, fold, kernel_facts, kernel_sides
-from .spec import MEAN_TOKENS, KVSpec
+from .layout import Layout
+from .spec import MEAN_TOKENS
 
 MEAN_SHARE = 0.7
 """Part of the mean key that is taken off. Rotary positions turn the mean as a text goes on: close
@@ -45,27 +42,19 @@ def grown(columns: int) -> int:
 
 
 @dataclass
-class PackedStore:
+class PackedStore(Layout):
     """Storage of one attention layer.
 
     Attributes:
-        spec: how it is packed.
-        padding: columns before each row's first token.
-        columns: columns in use.
-        frozen: whether a row has its shift and is packed.
         shift: [B, Hkv, 1, D] in the model's dtype, zero for rows that are not frozen; None until
             there is something to store or where keys are not rotated.
         keys, values: arrays [B, Hkv, capacity, n] of the codecs.
         raw_keys, raw_values: [B, Hkv, n, D], rows' first tokens in the model's dtype.
-        limits: while a right-padded prompt is read, each row's own length at its end.
-        keep: so many first tokens are never dropped.
-        dropped: tokens of each row that were forgotten at the front.
+        widths: D of keys and of values.
+        dtype_name: of the keys and values that came in.
+        version: another one after every change.
     """
 
-    spec: KVSpec
-    padding: list[int]
-    columns: int = 0
-    frozen: list[bool] = field(default_factory=list)
     shift: mx.array | None = None
     keys: Parts = ()
     values: Parts = ()
@@ -73,22 +62,9 @@ class PackedStore:
     raw_values: mx.array | None = None
     widths: tuple[int, int] = (0, 0)
     dtype_name: str = ""
-    limits: list[int] | None = None
     version: int = 0
-    keep: int = 0
-    dropped: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.frozen:
-            self.frozen = [False] * len(self.padding)
-        if not self.dropped:
-            self.dropped = [0] * len(self.padding)
 
     # -- facts --------------------------------------------------------------------------------
-
-    @property
-    def batch(self) -> int:
-        return len(self.padding)
 
     @property
     def is_empty(self) -> bool:
@@ -118,36 +94,6 @@ class PackedStore:
             held = ((self.spec, self.widths), (made[0], made[1]))
             self.__dict__["_made_codecs"] = held
         return held[1]
-
-    def offsets(self) -> list[int]:
-        """Position of each row's next token; negative inside its padding."""
-        return [n + self.columns - p for n, p in zip(self.dropped, self.padding, strict=True)]
-
-    def beyond_limits(self) -> list[int]:
-        """Columns behind each row's last token, while a right-padded prompt is read."""
-        if self.limits is None:
-            return [0] * self.batch
-        own = [self.columns - p for p in self.padding]
-        return [max(0, n - limit) for n, limit in zip(own, self.limits, strict=True)]
-
-    def lengths(self, columns: int | None = None) -> list[int]:
-        """Tokens of each row within the first ``columns`` columns (default: those in use)."""
-        n = self.columns if columns is None else columns
-        own = [max(0, n - p) for p in self.padding]
-        if self.limits is not None:
-            own = [min(a, b) for a, b in zip(own, self.limits, strict=True)]
-        return own
-
-    def first_tokens(self, r: int) -> int:
-        """Tokens of row r that stay in 16 bits for good, of those that are not dropped yet."""
-        return self.keep + max(0, self.spec.min_tokens - self.keep - self.dropped[r])
-
-    def raw_lengths(self) -> list[int]:
-        """So many first tokens of each row are held in 16 bits."""
-        return [
-            min(n, self.first_tokens(r)) if self.frozen[r] else n
-            for r, n in enumerate(self.lengths())
-        ]
 
     def arrays(self) -> list[mx.array]:
         """Everything that takes memory."""
@@ -188,11 +134,6 @@ class PackedStore:
                 spare += raw.nbytes * (raw.shape[2] - min(used, raw.shape[2])) // raw.shape[2]
         return spare
 
-    @property
-    def live(self) -> int:
-        """Columns behind those that no row uses."""
-        return self.columns - min(min(self.padding, default=0), self.columns)
-
     def plain_nbytes(self) -> int:
         """Bytes that 16-bit keys and values of the columns in use take (32-bit ones if those
         came in)."""
@@ -225,7 +166,7 @@ class PackedStore:
         after = self.lengths()
         self._reserve(self.columns)
         self._hold(keys, values, before_columns, before, after)
-        newly = [r for r in range(self.batch) if self._is_due(r, after[r])]
+        newly = [r for r in range(self.batch) if self.is_due(r, after[r])]
         for r in newly:
             self._freeze(r)
         if any(self.frozen):
@@ -243,12 +184,6 @@ class PackedStore:
         shortest = self.columns - max(self.padding)
         fits = self.columns + n <= self.keys[0].shape[2]
         return fits and shortest >= self.spec.min_tokens + self.keep
-
-    def _is_due(self, r: int, length: int) -> bool:
-        """Whether row r, with so many tokens, gets its mean key and is packed."""
-        behind = length - self.first_tokens(r)
-        enough = length + self.dropped[r] >= self.spec.warm_tokens
-        return not self.frozen[r] and enough and behind >= self.spec.mean_tokens
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if keys.shape[0] != self.batch:
@@ -522,61 +457,6 @@ class PackedStore:
             frozen=list(self.frozen),
             dropped=list(self.dropped),
         )
-
-    @classmethod
-    def stack(cls, stores: Sequence[PackedStore]) -> PackedStore:
-        """All rows in one store, right-justified.
-
-        Raises:
-            OptionError: they are packed in different ways.
-        """
-        spec, keep = stores[0].spec, stores[0].keep
-        if any(s.spec != spec or s.keep != keep for s in stores):
-            raise OptionError("caches that are packed in different ways cannot be joined")
-        columns = max(s.columns for s in stores)
-        padding = [p + columns - s.columns for s in stores for p in s.padding]
-        frozen = [f for s in stores for f in s.frozen]
-        models = [s for s in stores if not s.is_empty]
-        dropped = [n for s in stores for n in s.dropped]
-        out = cls(spec, padding, columns, frozen, keep=keep, dropped=dropped)
-        if not models:
-            return out
-        model = models[0]
-        if any(s.widths != model.widths or s.dtype_name != model.dtype_name for s in models):
-            raise OptionError("caches of different models cannot be joined")
-        assert model.raw_keys is not None and model.raw_values is not None
-        out.widths, out.dtype_name = model.widths, model.dtype_name
-        heads = model.raw_keys.shape[1]
-        packed = columns if any(frozen) else 0
-        capacity = grown(packed)
-        raw = max(max(s.raw_lengths(), default=0) for s in stores)
-
-        def joined(pick: Any, empty: mx.array, left: bool, size: int) -> mx.array:
-            pieces = []
-            for s in stores:
-                a = pick(s) if not s.is_empty else None
-                if a is None:
-                    pieces.append(mx.zeros((s.batch, heads, size, empty.shape[3]), empty.dtype))
-                    continue
-                used = min(s.columns if left else size, a.shape[2])
-                before = packed - s.columns if left and used else 0
-                widths = [(0, 0), (0, 0), (before, size - before - used), (0, 0)]
-                pieces.append(mx.pad(a[:, :, :used], widths))
-            return mx.concatenate(pieces, axis=0)
-
-        out.keys = tuple(
-            joined(lambda s, i=i: s.keys[i], model.keys[i], True, capacity)
-            for i in range(len(model.keys))
-        )
-        out.values = tuple(
-            joined(lambda s, i=i: s.values[i], model.values[i], True, capacity)
-            for i in range(len(model.values))
-        )
-        if model.shift is not None:
-            out.shift = joined(lambda s: s.shift, model.shift, False, 1)
-        out.raw_keys = joined(lambda s: s.raw_keys, model.raw_keys, False, raw)
-        out.raw_values = joined(lambda s: s.raw_values, model.raw_values, False, raw)
-        return out
 
 
 DECODE_PIECE = 2**20

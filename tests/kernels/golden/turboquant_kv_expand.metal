@@ -28,7 +28,7 @@
 #define TQ_FLOAT_OF(u) as_type<float>(u)
 #define TQ_BITS_OF(f) as_type<uint>(f)
 #define TQ_MUL(a, b) ((a) * (b))
-[[kernel]] void custom_kernel_turboquant_kv_expand_458017cad37409a5_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float_int32_t_float16_t_float16_t_float16_t_float16_t_float16_t(
+[[kernel]] void custom_kernel_turboquant_kv_expand_054d0f682442f28e_uint32_t_uint8_t_float_uint32_t_uint8_t_float_float_int32_t_float16_t_float16_t_float16_t_float16_t_float16_t(
   const device uint32_t* kcodes [[buffer(0)]],
   const device uint8_t* kscales [[buffer(1)]],
   const device float* kbiases [[buffer(2)]],
@@ -54,12 +54,12 @@
   constexpr int VB = 4;
   constexpr int KGROUP = 128;
   constexpr int VGROUP = 128;
-  constexpr bool KAFFINE = false;
-  constexpr bool VAFFINE = false;
   constexpr int KBASE = 1;
   constexpr int VBASE = 1;
   constexpr int KPOWER = 128;
   constexpr int VPOWER = 128;
+  constexpr bool KAFFINE = false;
+  constexpr bool VAFFINE = false;
   constexpr bool SHIFT = true;
   constexpr bool RAW = true;
   constexpr int TOKENS = 16;
