@@ -87,11 +87,6 @@ def packed_layers(model: nn.Module) -> list[tuple[str, PackedLayer]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, PackedLayer)]
 
 
-def has_qjl(model: nn.Module) -> bool:
-    """Whether any layer stores a QJL sketch of its residual."""
-    return any(layer.spec.qjl for _, layer in packed_layers(model))
-
-
 def set_qjl(model: nn.Module, enabled: bool) -> int:
     """Use or skip the QJL sketches of all layers that have one; returns how many do."""
     layers = [layer for _, layer in packed_layers(model) if layer.spec.qjl]

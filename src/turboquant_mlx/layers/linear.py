@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dispatch import Backend, backend, is_traced, kernels_of
 from ..kernels.matmul import packed_matmul
-from ..kernels.matvec import joint_matvec, matvec
+from ..kernels.matvec import joint_matvec, matvec, why_not_jointly
 from ..kernels.replay import Program
 from ..kernels.rotate import rotate_rows, rotated_input
 from ..kernels.selection import MATVEC_ROWS
@@ -59,7 +59,7 @@ class TurboQuantLinear(PackedLayer):
         return None if is_traced(read) else self.expanded.matrix()(read, x.dtype)
 
     def _with_its_group(self, x: mx.array, choice: Backend) -> mx.array | None:
-        """A few rows by the kernels, all layers of the group at once, or None if they cannot.
+        """A few rows by the kernels, for all layers of the group, or None if they cannot.
 
         While one token is generated, the host's time for a call is what counts.
         """
@@ -76,8 +76,8 @@ class TurboQuantLinear(PackedLayer):
 
             def program(x: mx.array) -> list[mx.array]:
                 rotated = rotate_rows(x, group.block, group.multiplier, dialect)
-                if len(weights) == 1:
-                    return [matvec(rotated, weights[0], dialect)]
+                if why_not_jointly(weights):
+                    return [matvec(rotated, weight, dialect) for weight in weights]
                 return joint_matvec(rotated, weights, dialect)
 
             return program

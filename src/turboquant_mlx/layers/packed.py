@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.matvec import why_not_jointly
 from ..kernels.replay import Replay
 from ..kernels.unpack import why_no_kernel
 from ..quant.spec import QuantSpec
@@ -49,7 +48,7 @@ class PackedLayer(nn.Module):
         self.use_qjl = spec.qjl
         self.place = group.join(self, leads)
         self.replay = Replay()
-        self.has_kernel: bool | None = None  # for the whole group at once; None until asked
+        self.has_kernel: bool | None = None  # of the whole group; None until asked
 
         scale_dtype = mx.uint8 if spec.scale_layout == "log8" else mx.float16
         self.codes = mx.zeros((*rows, spec.words_per_row(width)), mx.uint32)
@@ -80,13 +79,12 @@ class PackedLayer(nn.Module):
         return self.shape[-2]
 
     def group_has_kernel(self) -> bool:
-        """Whether kernels multiply by all layers of the group together, or by its only one."""
+        """Whether kernels multiply by every layer of the group, all of one kind."""
         if self.has_kernel is None:
-            layers = [layer for layer in self.group.layers if type(layer) is type(self)]
-            weights = [layer.packed() for layer in layers]
-            whole = len(layers) == self.group.size
-            reason = why_not_jointly(weights) if len(weights) > 1 else why_no_kernel(weights[0])
-            self.has_kernel = whole and not reason
+            self.has_kernel = all(
+                type(layer) is type(self) and not why_no_kernel(layer.packed())
+                for layer in self.group.layers
+            )
         return self.has_kernel
 
     def packed(self) -> PackedWeight:

@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import Backend, backend, is_differentiated, is_traced, kernels_of
 from ..kernels.gather import are_few, gather_matmul, joint_gather_matmul
+from ..kernels.matvec import why_not_jointly
 from ..kernels.replay import Program
 from ..kernels.rotate import rotate_rows, rotated_input
 from ..quant.spec import QuantSpec
@@ -68,7 +69,7 @@ class TurboQuantSwitchLinear(PackedLayer):
         return expert_product(wide, indices, expanded.matrix, self.output_dims).astype(x.dtype)
 
     def _with_its_group(self, x: mx.array, indices: mx.array, choice: Backend) -> mx.array | None:
-        """A few rows by the kernels, gate and up at once, or None if they cannot.
+        """A few rows by the kernels, for all layers of the group, or None if they cannot.
 
         While one token is generated, the host's time for a call is what counts.
         """
@@ -84,8 +85,8 @@ class TurboQuantSwitchLinear(PackedLayer):
 
             def program(x: mx.array, indices: mx.array) -> list[mx.array]:
                 rotated = rotate_rows(x, group.block, group.multiplier, dialect)
-                if len(weights) == 1:
-                    return [gather_matmul(rotated, weights[0], indices)]
+                if why_not_jointly(weights):
+                    return [gather_matmul(rotated, weight, indices) for weight in weights]
                 return joint_gather_matmul(rotated, weights, indices, dialect)
 
             return program
