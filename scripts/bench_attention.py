@@ -21,7 +21,8 @@ import itertools
 import json
 import math
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,9 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from kernel_timing import median_seconds
+from kernel_timing import median_seconds, random_words
+from turboquant_mlx import cli
+from turboquant_mlx.errors import TurboQuantError
 from turboquant_mlx.kernels import kv_attend, kv_selection
 from turboquant_mlx.kernels.dispatch import (
     backend,
@@ -58,11 +61,6 @@ MOST_COPIES = 48
 CALLS = 32
 
 Attention = Callable[[mx.array, Any], mx.array]
-
-
-def random_words(*shape: int) -> mx.array:
-    halves = [mx.random.randint(0, 2**16, shape).astype(mx.uint32) for _ in range(2)]
-    return halves[0] * 65536 + halves[1]
 
 
 def random_store(
@@ -172,7 +170,7 @@ def check(bits: tuple[int, int], batch: int) -> float:
     store = random_store(bits, batch, 700, 800, dtype=mx.float32)
     q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
     if why := why_reference(q, store, None):
-        raise SystemExit(f"error: no kernel answers: {why}")
+        raise TurboQuantError(f"no kernel answers: {why}")
     with force_backend("portable"):
         plain = store.decoded(store.columns)
         mx.eval(plain)
@@ -299,14 +297,17 @@ def with_launch(launch: AttendLaunch, dialect: Any, q: mx.array, store: PackedSt
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run(command, argv)
+
+
+def command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three contexts, two widths")
     parser.add_argument("--sweep", action="store_true", help="which launch is best")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if backend() not in ("metal", "cuda"):
-        print(f"error: this needs a GPU\nhint: the back-end is {why_backend()}")
-        return 2
+        raise TurboQuantError("this needs a GPU", hint=f"the back-end is {why_backend()}")
     machine = f"{mx.device_info()['device_name']}, MLX {mx.__version__}, {platform.platform()}"
     print(machine)
     contexts = QUICK if arguments.quick else CONTEXTS
@@ -328,4 +329,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -19,7 +19,9 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,9 +31,11 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 # isort: split
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.llama import Model, ModelArgs
 
+import made_up
 from bench_attention import random_store
+from turboquant_mlx import cli
+from turboquant_mlx.errors import TurboQuantError
 from turboquant_mlx.kernels.dispatch import backend, why_backend
 from turboquant_mlx.kvcache.attend import why_reference
 from turboquant_mlx.kvcache.cache import TurboQuantKVCache
@@ -44,28 +48,26 @@ STEPS = 32
 REPEATS = 5
 
 
-def model_of(small: bool) -> Model:
-    arguments = ModelArgs(
-        model_type="llama",
-        hidden_size=256 if small else 4096,
-        num_hidden_layers=2 if small else 32,
-        intermediate_size=512 if small else 14336,
-        num_attention_heads=2 if small else 32,
-        num_key_value_heads=1 if small else 8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        vocab_size=1000 if small else 128256,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-    )
-    mx.random.seed(0)
-    model = Model(arguments)
-    model.update(tree_map(lambda p: (p * 0.5).astype(mx.float16), model.parameters()))
-    mx.eval(model.parameters())
-    return model.eval()
+def model_of(small: bool) -> Any:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256 if small else 4096,
+        "num_hidden_layers": 2 if small else 32,
+        "intermediate_size": 512 if small else 14336,
+        "num_attention_heads": 2 if small else 32,
+        "num_key_value_heads": 1 if small else 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 1000 if small else 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    }
+    model = made_up.build(config, mx.float16)
+    model.update(tree_map(lambda p: p * 0.5, model.parameters()))
+    return made_up.evaluated(model)
 
 
-def plain_caches(model: Model, batch: int, columns: int) -> list[KVCache]:
+def plain_caches(model: Any, batch: int, columns: int) -> list[KVCache]:
     caches = []
     heads = model.args.num_key_value_heads
     for _ in model.layers:
@@ -78,7 +80,7 @@ def plain_caches(model: Model, batch: int, columns: int) -> list[KVCache]:
 
 
 def packed_caches(
-    model: Model, batch: int, columns: int, bits: tuple[int, int]
+    model: Any, batch: int, columns: int, bits: tuple[int, int]
 ) -> list[TurboQuantKVCache]:
     caches = []
     for _ in model.layers:
@@ -91,7 +93,7 @@ def packed_caches(
     return caches
 
 
-def seconds_of_a_step(model: Model, caches: list[Any], batch: int) -> float:
+def seconds_of_a_step(model: Any, caches: list[Any], batch: int) -> float:
     """Median over runs of STEPS steps; the next step is prepared while one runs, as mlx-lm does."""
 
     def step(token):
@@ -113,14 +115,17 @@ def seconds_of_a_step(model: Model, caches: list[Any], batch: int) -> float:
     return statistics.median(times[1:])
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run(command, argv)
+
+
+def command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two cases, one width")
     parser.add_argument("--small", action="store_true", help="a tiny model on any device")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if backend() not in ("metal", "cuda") and not arguments.small:
-        print(f"error: this needs a GPU\nhint: the back-end is {why_backend()}")
-        return 2
+        raise TurboQuantError("this needs a GPU", hint=f"the back-end is {why_backend()}")
     machine = f"{mx.default_device()}, MLX {mx.__version__}, {platform.platform()}"
     if backend() != "cpu":
         machine = f"{mx.device_info()['device_name']}, {machine}"
@@ -168,4 +173,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -68,15 +68,9 @@ def made_up_network(name: str):
     import mlx_lm_models  # noqa: F401  (before mlx-lm)
 
     # isort: split
-    from mlx_lm.models import llama
+    import made_up
 
-    mx.random.seed(0)
-    network = llama.Model(llama.ModelArgs.from_dict(MADE_UP[name]))
-    network.set_dtype(mx.bfloat16)
-    for part in network.layers:
-        mx.eval(part.parameters())  # one at a time: drawn in float32, cast and freed
-    mx.eval(network.parameters())
-    mx.clear_cache()
+    network = made_up.evaluated(made_up.build(MADE_UP[name], mx.bfloat16))
     mx.reset_peak_memory()
     return network
 

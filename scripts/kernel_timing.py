@@ -49,7 +49,7 @@ def random_weight(spec: QuantSpec, *shape: int) -> PackedWeight:
     weight = PackedWeight(
         spec=spec,
         shape=shape,
-        codes=random_words(spec, *rows, spec.words_per_row(width)),
+        codes=random_codes(spec, *rows, spec.words_per_row(width)),
         scales=scales,
         table=mx.random.normal((spec.table_size,)),
         multiplier=mx.ones((width,), mx.float16),
@@ -58,9 +58,13 @@ def random_weight(spec: QuantSpec, *shape: int) -> PackedWeight:
     return weight
 
 
-def random_words(spec: QuantSpec, *shape: int) -> mx.array:
+def random_codes(spec: QuantSpec, *shape: int) -> mx.array:
     if spec.code == "ternary":
         return mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)  # below 3**20
+    return random_words(*shape)
+
+
+def random_words(*shape: int) -> mx.array:
     halves = [mx.random.randint(0, 2**16, shape).astype(mx.uint32) for _ in range(2)]
     return halves[0] * 65536 + halves[1]
 

@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from kernel_timing import random_words
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 512,
@@ -51,13 +53,9 @@ def llama(shape: str, weights: str, seed: int = 0) -> nn.Module:
             64); or "scalar" or "trellis" and bits (what turboquant-convert makes of it).
         seed: of the random numbers.
     """
-    from mlx_lm.models import llama as model_file
-
-    mx.random.seed(seed)
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
     config["tie_word_embeddings"] = False
-    model = model_file.Model(model_file.ModelArgs.from_dict(config | SHAPES[shape]))
-    model.set_dtype(mx.bfloat16)
+    model = build(config | SHAPES[shape], mx.bfloat16, seed)
     code, bits = weights.rstrip("0123456789"), int(weights.lstrip("abcdefghijklmnopqrstuvwxyz"))
     if code == "affine":
         nn.quantize(model, group_size=64, bits=bits)
@@ -65,11 +63,25 @@ def llama(shape: str, weights: str, seed: int = 0) -> nn.Module:
         _pack(model, bits, code)
     elif weights != "bf16":
         raise ValueError(f"no such weights: {weights}")
+    return evaluated(model)
+
+
+def build(config: dict[str, Any], dtype: mx.Dtype, seed: int = 0) -> nn.Module:
+    """A Llama of a config, its random weights not drawn yet."""
+    from mlx_lm.models import llama as model_file
+
+    mx.random.seed(seed)
+    model = model_file.Model(model_file.ModelArgs.from_dict(config))
+    model.set_dtype(dtype)
+    return model
+
+
+def evaluated(model: nn.Module) -> nn.Module:
+    """The model, its weights drawn, in no more memory than they take at last, ready to run."""
     for part in [*model.layers, model]:
         mx.eval(part.parameters())  # one at a time: drawn in float32, cast and freed
         mx.clear_cache()
-    model.eval()
-    return model
+    return model.eval()
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -111,8 +123,7 @@ def _fill(layer: Any) -> None:
     from turboquant_mlx.quant.trellis_table import trellis_table
 
     spec, (_, width) = layer.spec, layer.shape
-    halves = [mx.random.randint(0, 2**16, layer.codes.shape).astype(mx.uint32) for _ in range(2)]
-    layer.codes = halves[0] * 65536 + halves[1]
+    layer.codes = random_words(*layer.codes.shape)
     table = trellis_table(spec.bits) if spec.is_trellis else lloyd_max(spec.bits)
     layer.table = mx.array(table.astype(np.float32))
     if spec.scale_layout == "log8":
