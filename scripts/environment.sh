@@ -74,7 +74,7 @@ make_environment() {
     echo "== making the virtual environment $folder" >&2
     "$python" -m venv --clear "$folder" || die "no virtual environment could be made in $folder"
     echo "== installing the package and what it needs (a few minutes the first time)" >&2
-    "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+    "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         --editable "$root${extras:+[$extras]}" "$@" 2>&1 |
         tee "$folder/install.log" | show_pip_steps >&2 || {
         grep -v '^WARNING' "$folder/install.log" | tail -n 15 >&2 || true

@@ -39,9 +39,7 @@ step() {
 step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check .
 step "mypy" mypy --no-error-summary
-# a file's tests share fixtures, so they stay together; they wait for processes of their own a quarter
-# of the time, so there is one worker more than there are processors
-export PYTEST_XDIST_AUTO_NUM_WORKERS=$(($("$python" -c 'import os; print(os.cpu_count() or 1)') + 1))
+# a file's tests share fixtures, so they stay together
 step "pytest" pytest -n auto --maxprocesses 4 --dist loadfile "${markers[@]+"${markers[@]}"}" "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then

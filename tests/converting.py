@@ -69,10 +69,14 @@ def run(target: Path, arguments: list[str]) -> Conversion:
 
 
 class Workshop:
-    """Source folders and conversions, each made at most once."""
+    """Source folders and conversions, each made at most once.
 
-    def __init__(self, root: Path):
-        self.root = root
+    Attributes:
+        codec: given to conversions that name none; None leaves them the converter's default.
+    """
+
+    def __init__(self, root: Path, codec: str | None = None):
+        self.root, self.codec = root, codec
         self._conversions: dict[tuple[object, ...], Conversion] = {}
 
     def source(self, model_type: str, **recipe: Any) -> Path:
@@ -91,7 +95,10 @@ class Workshop:
         key = (source, flags, balanced)
         if key not in self._conversions:
             target = self.root / f"converted-{len(self._conversions)}"
-            done = convert(source, target, *([] if balanced else ["--no-balance"]), *flags)
+            usual = [] if balanced else ["--no-balance"]
+            if self.codec and "--codec" not in flags:
+                usual += ["--codec", self.codec]
+            done = convert(source, target, *usual, *flags)
             assert done.code == 0, done.err
             self._conversions[key] = done
         return self._conversions[key]

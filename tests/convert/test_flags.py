@@ -62,6 +62,12 @@ ON_EXPERTS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Without the trellis search, which takes most of the time of a model this small."""
+    return Workshop(tmp_path_factory.mktemp("workshop"), codec="scalar")
+
+
 def shows(*options: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a test as one that shows the effect of these options (names in the namespace)."""
 
@@ -106,7 +112,7 @@ def test_each_choice_gives_other_bytes(
 @shows("hf_path")
 def test_hf_path_names_the_source(workshop: Workshop, llama: Path, tmp_path: Path) -> None:
     other = workshop.source("llama", seed=1)
-    a, b = (workshop.converted(source).folder for source in (llama, other))
+    a, b = (workshop.converted(source, "--codec", "trellis").folder for source in (llama, other))
     assert modules_that_differ(a, b) >= quantized(a)
     target = tmp_path / "c"
     same = run(target, ["--model", str(llama), "--mlx-path", str(target), "--no-balance"])
@@ -272,7 +278,7 @@ def test_trust_remote_code_lets_a_model_file_run(
     ids = mx.array([tiny.token_ids()])
     ours, _ = load_model(folder, trust_remote_code=True)
     stock, _ = mlx_lm.load(str(folder), trust_remote_code=True)
-    known, _ = load_model(workshop.converted(llama).folder)
+    known, _ = load_model(workshop.converted(llama, "--codec", "trellis").folder)
     assert mx.array_equal(ours(ids), known(ids))
     assert mx.array_equal(stock(ids), known(ids))
 
@@ -382,7 +388,7 @@ def test_target_bpw_mixes_widths(workshop: Workshop, moe: Path) -> None:
 
 @shows("codec")
 def test_codec_scalar(workshop: Workshop, moe: Path) -> None:
-    base = workshop.converted(moe).folder
+    base = workshop.converted(moe, "--codec", "trellis").folder
     changed = workshop.converted(moe, "--codec", "scalar").folder
     assert modules_that_differ(base, changed) == quantized(base)
     for path, entry in manifest_of(base).modules.items():
@@ -404,7 +410,7 @@ def test_codec_scalar(workshop: Workshop, moe: Path) -> None:
 
 
 def test_ternary_experts_are_no_trellis(workshop: Workshop, moe: Path) -> None:
-    base = workshop.converted(moe, "--ternary-experts").folder
+    base = workshop.converted(moe, "--ternary-experts", "--codec", "trellis").folder
     changed = workshop.converted(moe, "--ternary-experts", "--codec", "scalar").folder
     assert modules_that_differ(base, changed) == quantized(base) - experts(base)
 

@@ -12,6 +12,12 @@ from turboquant_mlx.kernels import blas
 from turboquant_mlx.kernels.blas import one_thread, pieces_of, share
 
 
+@pytest.fixture(autouse=True)
+def libraries_of_now():
+    """They are looked for once, and another test may have loaded one since (SciPy has its own)."""
+    blas._libraries.cache_clear()
+
+
 def blas_threads():
     return [lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"]
 

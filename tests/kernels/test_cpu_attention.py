@@ -19,6 +19,15 @@ def _on_the_cpu():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _nobody_else_is_hooked(monkeypatch):
+    """Models that other tests left alive in this process would answer in MLX's place."""
+    original = attention_hook._original or mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", original)
+    monkeypatch.setattr(attention_hook, "_handlers", {})
+    monkeypatch.setattr(attention_hook, "_original", None)
+
+
 def arrays(batch=2, heads=6, kv_heads=2, length=5, context=11, width=16, seed=0):
     rng = np.random.default_rng(seed)
 

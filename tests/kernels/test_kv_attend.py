@@ -36,7 +36,6 @@ from turboquant_mlx.kvcache.store import PackedStore
 
 BITS = [2, 3, 4, 5, 6, 8]
 AXES = {
-    "dialect": dialects(),
     "width": [48, 64, 80, 128, 256, 576],
     "bits": [(3, 4), (4, 4), (2, 3), (4, 5), (8, 4), (6, 2)],
     "queries": [(1, 1), (4, 1), (8, 1), (2, 5), (2, 8)],
@@ -95,11 +94,12 @@ def check(
     assert_near(out, expected(q, store, scale, given, sink), dtype, SLACK)
 
 
+@pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize(
     "case", list(all_pairs(**AXES)), ids=lambda c: "-".join(map(str, c.values()))
 )
-def test_every_two_properties_together(case):
-    check(**case)
+def test_every_two_properties_together(dialect, case):
+    check(dialect, **case)
 
 
 @pytest.mark.heavy

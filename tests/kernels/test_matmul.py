@@ -27,7 +27,6 @@ from turboquant_mlx.kernels.matmul import packed_matmul
 from turboquant_mlx.quant.spec import QuantSpec
 
 AXES = {
-    "dialect": dialects(),
     "code": CODES,
     "group": [16, 32, 64, 192],
     "layout": ["float16", "log8"],
@@ -45,9 +44,10 @@ def check(dialect, code, group, layout, tile, dtype, outputs):
     assert_close(values, dense(weight), dtype)
 
 
+@pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
-def test_a_kernel_decodes_every_weight(case):
-    check(**case)
+def test_a_kernel_decodes_every_weight(dialect, case):
+    check(dialect, **case)
 
 
 @pytest.mark.heavy
@@ -55,7 +55,7 @@ def test_a_kernel_decodes_every_weight(case):
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_all_properties_of_a_decoded_weight_together(dialect, code):
     for case in each_of_all(AXES, "group", "layout", "tile", "dtype"):
-        check(**{**case, "dialect": dialect, "code": code})
+        check(dialect, **{**case, "code": code})
 
 
 @pytest.mark.parametrize("dialect", dialects())

@@ -32,7 +32,6 @@ from turboquant_mlx.quant.spec import QuantSpec
 
 WIDTH = 384
 AXES = {
-    "dialect": dialects(),
     "code": CODES,
     "group": [16, 32, 64, 128, 192, WIDTH],
     "layout": ["float16", "log8"],
@@ -55,9 +54,10 @@ def check(dialect, code, group, layout, tile, dtype, rows, outputs, launch=None,
     assert_product(y, x, weight)
 
 
+@pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
-def test_every_two_properties_of_a_weight_together(case):
-    check(**case)
+def test_every_two_properties_of_a_weight_together(dialect, case):
+    check(dialect, **case)
 
 
 @pytest.mark.heavy
@@ -65,7 +65,7 @@ def test_every_two_properties_of_a_weight_together(case):
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_all_properties_of_a_weight_together(dialect, code):
     for case in each_of_all(AXES, "group", "layout", "dtype", "rows"):
-        check(**{**case, "dialect": dialect, "code": code})
+        check(dialect, **{**case, "code": code})
 
 
 DEFAULT = {"code": (3, 8), "layout": "log8", "tile": 0}
@@ -220,7 +220,6 @@ def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
 
 
 TOGETHER = {
-    "dialect": dialects(),
     "code": [(2, 2), (3, 3), (5, 5), (3, 8), (4, 8), "ternary"],
     "group": [32, 64, 128],
     "layout": ["float16", "log8"],
@@ -243,9 +242,10 @@ def check_together(dialect, code, group, layout, dtype, rows, outputs, launch):
         assert_product(y, x, weight)
 
 
+@pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("case", list(all_pairs(**TOGETHER)), ids=name_of)
-def test_matrices_that_read_one_input_are_multiplied_together(case):
-    check_together(**case)
+def test_matrices_that_read_one_input_are_multiplied_together(dialect, case):
+    check_together(dialect, **case)
 
 
 @pytest.mark.heavy
@@ -253,7 +253,7 @@ def test_matrices_that_read_one_input_are_multiplied_together(case):
 @pytest.mark.parametrize("code", TOGETHER["code"], ids=str)
 def test_all_properties_of_matrices_together(dialect, code):
     for case in each_of_all(TOGETHER, "group", "layout", "dtype", "rows"):
-        check_together(**{**case, "dialect": dialect, "code": code})
+        check_together(dialect, **{**case, "code": code})
 
 
 def test_matrices_that_cannot_be_multiplied_together():

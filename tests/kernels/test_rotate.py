@@ -51,7 +51,6 @@ def test_every_length_of_block(dialect, block):
 
 
 AXES = {
-    "dialect": dialects(),
     "block": [2, 8, 12, 32, 48, 64, 96, 192, 256, 384, 512, 768, 1024],
     "blocks": [1, 3],
     "rows": [1, 2, 5],
@@ -71,15 +70,17 @@ def check(dialect, block, blocks, rows, dtype):
             assert_close(y, expected(x, block, multiplier), dtype)
 
 
+@pytest.mark.parametrize("dialect", dialects())
 @pytest.mark.parametrize("case", list(all_pairs(**AXES)), ids=name_of)
-def test_every_two_properties_of_a_rotation_together(case):
-    check(**case)
+def test_every_two_properties_of_a_rotation_together(dialect, case):
+    check(dialect, **case)
 
 
 @pytest.mark.heavy
-def test_all_properties_of_a_rotation_together():
+@pytest.mark.parametrize("dialect", dialects())
+def test_all_properties_of_a_rotation_together(dialect):
     for case in each_of_all(AXES, *AXES):
-        check(**case)
+        check(dialect, **case)
 
 
 def group_of(width: int, block: int) -> RotationGroup:
