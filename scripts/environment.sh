@@ -74,6 +74,9 @@ make_environment() {
     echo "== making the virtual environment $folder" >&2
     "$python" -m venv --clear "$folder" || die "no virtual environment could be made in $folder"
     echo "== installing the package and what it needs (a few minutes the first time)" >&2
+    # Older ones look through every file of every release, for a minute. Without it: slower.
+    "$folder/bin/python" -m pip install --quiet --upgrade pip 2>"$folder/install.log" || true
+    # Only what is imported is worth compiling, and Python does that then.
     "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         --editable "$root${extras:+[$extras]}" "$@" 2>&1 |
         tee "$folder/install.log" | show_pip_steps >&2 || {

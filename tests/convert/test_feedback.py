@@ -364,6 +364,7 @@ def test_no_token_beyond_the_vocabulary_is_drawn(llama: Path) -> None:
     assert written(llama, vocabulary=20)[:, 12:].max() < 20
 
 
+@pytest.mark.heavy  # plain conversions are compared by default, see test_determinism
 def test_two_processes_write_identical_files(llama: Path, tmp_path: Path) -> None:
     program = (
         "import sys\nfrom turboquant_mlx.convert import self_text\n"

@@ -21,6 +21,8 @@ from tiny_files import write_safetensors, write_tokenizer
 # the first part, so the tests also hold the peaks of a shorter and a longer one against each other.
 GOAL_CONSTANT = 1.5e9
 MEASUREMENTS_VARY = 10e6
+RUNS = 3
+"""Of small models, whose least peak counts: what threads free late comes on top."""
 
 # The high-water mark of resident memory; ru_maxrss would begin with that of our own process.
 PROGRAM = """
@@ -117,23 +119,29 @@ def write_layers(
     )
 
 
-def peak_bytes(source: Path, *flags: str) -> int:
-    """Peak resident memory of a process that converts with ``--streaming``."""
+def peak_bytes(source: Path, *flags: str, runs: int = 1) -> int:
+    """Least peak resident memory of processes that convert with ``--streaming``."""
     arguments = ["--hf-path", str(source), "--mlx-path", f"{source}-out", "--streaming", *flags]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stderr.splitlines()[-1])
+    peaks = []
+    for _ in range(runs):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments, *(["--overwrite"] if peaks else [])],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stderr.splitlines()[-1]))
+    return min(peaks)
 
 
+@pytest.mark.heavy
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     short = dense(tmp_path / "short", layers=4, hidden=256, inner=1024)
     long = dense(tmp_path / "long", layers=28, hidden=256, inner=1024)
     assert long.model - short.model > 5 * MEASUREMENTS_VARY
     flags = ("--bits", "2", "--no-balance", "--codec", "scalar")
-    growth = peak_bytes(tmp_path / "long", *flags) - peak_bytes(tmp_path / "short", *flags)
-    assert growth < MEASUREMENTS_VARY
+    peaks = [peak_bytes(tmp_path / name, *flags, runs=RUNS) for name in ("short", "long")]
+    assert peaks[1] - peaks[0] < MEASUREMENTS_VARY
 
 
 def assert_bounded(place: Path, short: Sizes, long: Sizes) -> None:
