@@ -123,6 +123,16 @@ def test_an_option_without_effect_is_noted(answer):
     assert "note: --rep-ctx has no effect without a repetition penalty" in result.notes
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_prompt_longer_than_the_model_is_made_for_is_noted(answer, nested):
+    lengths = {"max_position_embeddings": 5}
+    config = {"text_config": lengths} if nested else lengths
+    result = answer([END], *GREEDY, config=config)
+    assert "tokens and this model is made for 5: it may write nonsense" in " ".join(result.notes)
+    enough = answer([END], *GREEDY, config={"max_position_embeddings": 32})
+    assert "made for" not in enough.err
+
+
 @pytest.mark.parametrize(
     ("config", "generation_config"),
     [

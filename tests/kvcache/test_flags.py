@@ -167,6 +167,13 @@ def test_packing_that_did_not_happen_is_said(folder, run):
         (("--kv-key-scheme", "uniform"), "--kv-key-scheme has no effect"),
         (("--kv-bits", "4", "--kv-group-size", "24"), "a group of 24 values is not supported"),
         (("--kv-bits", "4", "--kv-min-tokens", "-1"), "not a whole number: '-1'"),
+        (("--kv-bits", "4", "--kv-min-tokens", "٣"), "not a whole number: '٣'"),
+        (("--kv-bits", "٣"), "--kv-bits: '٣' is not a number of bits"),
+        (("--kv-bits", "4", "--kv-min-tokens", "9" * 30), "--kv-min-tokens must be a whole number"),
+        (
+            ("--kv-bits", "4", "--quantized-kv-start", "9" * 30),
+            "--quantized-kv-start must be a whole number from 0 to 2147483647, not 99999",
+        ),
         (("--kv-bits", "3.5", "--kv-quant-scheme", "uniform"), "no width of the uniform scheme"),
     ],
 )
@@ -178,11 +185,36 @@ def test_what_cannot_apply_is_refused_before_anything_is_loaded(run, options, wo
     assert "Traceback" not in err
 
 
-def test_a_bad_variable_is_refused_too(run, monkeypatch):
-    monkeypatch.setenv("KV_BITS", "seven")
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ("KV_BITS=seven", "KV_BITS: 'seven' is neither a number of bits nor a preset"),
+        ("KV_BITS=0 KV_KEY_BITS=8", "KV_BITS of 0 and KV_KEY_BITS exclude each other"),
+        ("KV_GROUP_SIZE=64", "KV_GROUP_SIZE has no effect: the key-value cache is not packed"),
+        ("QUANTIZED_KV_START=5", "QUANTIZED_KV_START has no effect"),
+        ("KV_BITS=4 QUANTIZED_KV_START=" + "9" * 30, "QUANTIZED_KV_START must be a whole number"),
+    ],
+)
+def test_a_variable_that_cannot_apply_is_refused_too(run, monkeypatch, variables, words):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
     code, _, err = run("anywhere")
     assert code == 2
-    assert err.startswith("error: KV_BITS: 'seven'")
+    assert err.startswith(f"error: {words}")
+
+
+def test_0_bits_turn_off_whatever_the_variables_say(folder, run, monkeypatch):
+    monkeypatch.setenv("KV_GROUP_SIZE", "64")
+    assert "not packed" in run(folder, "--kv-bits", "0", tokens=2)[2]
+    monkeypatch.setenv("KV_BITS", "0")
+    assert "not packed" in run(folder, tokens=2)[2]
+
+
+def test_a_group_that_is_longer_than_a_head_is_noted(folder, run):
+    """Not refused: a model may have heads of several sizes."""
+    code, _, err = run(folder, "--kv-bits", "4", "--kv-group-size", "256", tokens=2)
+    assert code == 0
+    assert "note: --kv-group-size 256 is more than a head of this model has: all 64" in err
 
 
 def test_a_group_that_does_not_fit_the_model_is_refused_with_what_does(run, tmp_path):

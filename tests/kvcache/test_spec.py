@@ -127,7 +127,7 @@ def test_each_side_may_have_its_own_scheme():
         (KVOptions(start=5), "--quantized-kv-start has no effect"),
         (KVOptions(scheme="turboquant"), "--kv-quant-scheme has no effect"),
         (KVOptions(bits=0, min_tokens=4), "--kv-min-tokens has no effect"),
-        (KVOptions(bits=4, min_tokens=2**21), "min_tokens must be"),
+        (KVOptions(bits=4, min_tokens=2**21), "--kv-min-tokens must be"),
     ],
 )
 def test_what_cannot_hold_is_refused_with_the_reason(flags, words):

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -134,6 +134,7 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
     encoded = encode_prompt(tokenizer, prompt, no_think=args.no_think)
     for notice in sampling.notices + encoded.notices:
         cli.notice(notice)
+    _check_length(len(encoded.tokens), loaded.config)
     _apply_model_options(args, loaded.model)
     if args.verbose:
         _describe_backend(loaded.model)
@@ -177,6 +178,18 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
         cli.notice("the model ended at once; --min-tokens 1 makes it write something")
 
 
+def _check_length(prompt_tokens: int, config: Mapping[str, Any]) -> None:
+    """Say it if a prompt is longer than what the model was made for."""
+    from ..kvcache.geometry import text_config
+
+    longest = text_config(config).get("max_position_embeddings")
+    if isinstance(longest, int) and prompt_tokens > longest > 0:
+        cli.notice(
+            f"the prompt has {prompt_tokens:,} tokens and this model is made for {longest:,}: it "
+            "may write nonsense"
+        )
+
+
 def _prompt_cache(model: Any, spec: KVSpec | None, name: str) -> list[Any]:
     """The model's caches, packed where ``spec`` asks for it.
 
@@ -214,6 +227,11 @@ def _report_cache(prompt_cache: list[Any], spec: KVSpec | None) -> None:
     report = CacheReport.of(prompt_cache)
     if report.held:
         print(report.describe(), file=sys.stderr)
+    if spec is not None and report.widest and spec.group_size > report.widest:
+        cli.notice(
+            f"--kv-group-size {spec.group_size} is more than a head of this model has: all "
+            f"{report.widest} values of one share a scale"
+        )
     if spec is not None and report.packed and not report.frozen:
         cli.notice(
             f"nothing was packed: a sequence is packed when it has {spec.warm_tokens} tokens"

@@ -271,6 +271,7 @@ class CacheReport:
         held: bytes of all.
         plain: bytes that the same tokens take in 16 bits (layers left alone: as they are).
         spare: bytes of ``held`` that hold no token yet, of packed caches.
+        widest: values of the widest head of a packed cache, 0 if none holds anything.
         left: kind of cache -> how many were left alone.
     """
 
@@ -281,12 +282,13 @@ class CacheReport:
     held: int
     plain: int
     spare: int
+    widest: int
     left: dict[str, int]
 
     @classmethod
     def of(cls, prompt_cache: Any) -> CacheReport:
         """Look at a model's caches."""
-        packed = frozen = pending = held = plain = spare = 0
+        packed = frozen = pending = held = plain = spare = widest = 0
         left: Counter[str] = Counter()
         for entry in _entries(prompt_cache):
             if isinstance(entry, PackedCache):
@@ -296,12 +298,13 @@ class CacheReport:
                 held += entry.nbytes
                 plain += entry.plain_nbytes
                 spare += entry.spare_nbytes
+                widest = max(widest, *entry.store.widths)
                 continue
             left[type(entry).__name__] += 1
             n = _nbytes(entry)
             held, plain = held + n, plain + n
         layers = packed + sum(left.values())
-        return cls(layers, packed, frozen, pending, held, plain, spare, dict(left))
+        return cls(layers, packed, frozen, pending, held, plain, spare, widest, dict(left))
 
     def describe(self) -> str:
         """One line: how many layers are packed and what the cache costs."""

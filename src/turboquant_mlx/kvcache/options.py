@@ -83,6 +83,6 @@ def kv_options(args: argparse.Namespace) -> KVOptions:
 
 
 def _whole(text: str) -> Any:
-    if not re.fullmatch(r"\d{1,18}", text):
+    if not re.fullmatch(r"[0-9]{1,100}", text):
         raise argparse.ArgumentTypeError(f"not a whole number: {text!r}")
     return int(text)

@@ -174,10 +174,9 @@ def validate_bits(bits: Any) -> float:
     Raises:
         OptionError: it is not.
     """
-    try:
-        value = float(bits)
-    except (TypeError, ValueError):
-        raise OptionError(f"{bits!r} is not a number of bits") from None
+    value = _number(bits)
+    if math.isnan(value):
+        raise OptionError(f"{bits!r} is not a number of bits")
     if not math.isfinite(value) or not 1 <= value <= 8 or value * 2 != int(value * 2):
         raise OptionError(
             f"{bits} bits are not supported for the key-value cache",
@@ -279,7 +278,7 @@ def options_from_environment(environment: Mapping[str, str] | None = None) -> KV
         if not text:
             continue
         if name in _WHOLE:
-            if not re.fullmatch(r"\d{1,10}", text):
+            if not re.fullmatch(r"[0-9]{1,100}", text):
                 raise OptionError(f"{variable} must be a whole number, not {text!r}")
             found[name] = int(text)
         elif name.endswith("scheme"):
@@ -323,7 +322,9 @@ def resolve(
     )
     sides = _both_sides(widths, named)
     if sides is None:
-        _refuse_without_effect(flags)
+        _refuse_without_effect(flags, FLAGS)
+        if widths.bits is None:  # 0 bits turn off whatever else the variables say
+            _refuse_without_effect(variables, VARIABLES)
         return None
     (key_bits, key_half), (value_bits, value_half) = sides
 
@@ -341,6 +342,11 @@ def resolve(
                 hint="half bits need the scheme turboquant",
             )
         schemes.append(scheme or ("turboquant" if half else default_scheme))
+    for name, most in (("start", MAX_START), ("min_tokens", MAX_MIN_TOKENS)):
+        value = chosen(name)
+        if value is not None and not (isinstance(value, int) and 0 <= value <= most):
+            spelling = (FLAGS if getattr(flags, name) is not None else VARIABLES)[name]
+            raise OptionError(f"{spelling} must be a whole number from 0 to {most}, not {value}")
     start, group, first = chosen("start"), chosen("group_size"), flags.min_tokens
     if first is None:
         first = DEFAULT_MIN_TOKENS if "turboquant" in schemes else 0
@@ -377,6 +383,9 @@ def _both_sides(
         given = FLAGS["key_bits" if key is not None else "value_bits"]
         raise OptionError(f"--kv-bits and {given} exclude each other")
     if _is_zero(said.bits):
+        for name in ("key_bits", "value_bits"):
+            if getattr(said, name) is not None:
+                raise OptionError(f"{named['bits']} of 0 and {named[name]} exclude each other")
         return None
     try:
         key_bits, value_bits = split_bits(said.bits)
@@ -389,19 +398,23 @@ def _both_sides(
     )
 
 
-def _is_zero(bits: Any) -> bool:
+def _number(bits: Any) -> float:
+    """``bits`` as a number; not a number where it is none. Digits are those of ASCII."""
+    if isinstance(bits, str) and not bits.isascii():
+        return math.nan
     try:
-        return float(bits) == 0
+        return float(bits)
     except (TypeError, ValueError):
-        return False
+        return math.nan
+
+
+def _is_zero(bits: Any) -> bool:
+    return _number(bits) == 0
 
 
 def _side_bits(bits: Any, name: str) -> int:
-    try:
-        value = float(bits)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not (value == value and 2 <= value <= 8 and value == int(value)):
+    value = _number(bits)
+    if not (2 <= value <= 8 and value == int(value)):
         raise OptionError(
             f"{name} must be a whole number from 2 to 8, not {bits}",
             hint="half bits are a matter of both sides together: 3.5 is 3 for keys, 4 for values",
@@ -409,13 +422,13 @@ def _side_bits(bits: Any, name: str) -> int:
     return int(value)
 
 
-def _refuse_without_effect(flags: KVOptions) -> None:
-    """Flags about a packed cache where there will be none."""
-    for name, flag in FLAGS.items():
-        if name not in _WIDTHS and getattr(flags, name) is not None:
+def _refuse_without_effect(said: KVOptions, named: Mapping[str, str]) -> None:
+    """What was said about a packed cache where there will be none."""
+    for name, spelling in named.items():
+        if name not in _WIDTHS and getattr(said, name) is not None:
             raise OptionError(
-                f"{flag} has no effect: the key-value cache is not packed",
-                hint="--kv-bits says how many bits it gets",
+                f"{spelling} has no effect: the key-value cache is not packed",
+                hint=f"{named['bits']} says how many bits it gets",
             )
 
 
