@@ -120,7 +120,8 @@ class TestMultiplier:
 
 class TestSample:
     def test_spreads_pieces_over_the_text(self) -> None:
-        sample = sample_tokens(lambda text: [ord(c) for c in text], "abcdefgh" * 100, 4, 16)
+        letters = "abcdefghijklmnop"
+        sample = sample_tokens(lambda text: [ord(c) for c in text], letters * 50, 4, 16)
         assert sample.dtype == np.int32
         assert sample.shape == (4, 16)
         text = "".join(chr(100 + i) for i in range(1000))
@@ -129,7 +130,8 @@ class TestSample:
         assert (np.diff(sample, axis=1) == 1).all()
 
     def test_takes_equal_pieces_of_a_short_text(self) -> None:
-        sample = sample_tokens(lambda text: [ord(c) for c in text], "x" * 90, 4, 128)
+        text = "".join(chr(100 + i) for i in range(90))
+        sample = sample_tokens(lambda text: [ord(c) for c in text], text, 4, 128)
         assert sample.shape == (4, 22)
 
     def test_never_encodes_more_of_a_long_text_than_it_needs(self) -> None:
@@ -137,7 +139,7 @@ class TestSample:
 
         def encode(text: str) -> list[int]:
             lengths.append(len(text))
-            return [0] * len(text)
+            return list(range(len(text)))
 
         sample_tokens(encode, "x" * 1_000_000, 4, 128)
         assert max(lengths) < 4096
@@ -147,6 +149,10 @@ class TestSample:
             sample_tokens(lambda text: [0] * len(text), "x" * (MIN_TOKENS - 4), 4, 128)
         assert caught.value.hint is not None
         assert str(MIN_TOKENS) in caught.value.hint
+
+    def test_refuses_a_text_that_repeats_itself(self) -> None:
+        with pytest.raises(OptionError, match="only 2 different tokens"):
+            sample_tokens(lambda text: [ord(c) for c in text], "ab" * 5000, 4, 128)
 
 
 class TestText:

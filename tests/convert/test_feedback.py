@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import tiny
 from converting import (
@@ -257,6 +258,23 @@ class TestInterrupted:
         whole = workshop.converted(llama, *flags[1:])
         assert stored(target) == stored(whole.folder)
 
+    def test_not_while_the_first_is_still_at_work(self, llama: Path, tmp_path: Path) -> None:
+        flags = ["--no-balance", "--error-feedback"]
+        target = tmp_path / "out"
+        self.interrupted(llama, target, flags, after=4)
+        (left,) = tmp_path.iterdir()
+        before = contents(left)
+        with FileLock(left / ".lock"):  # as a process holds it that has not ended
+            done = convert(llama, target, *flags)
+            assert done.code == 2
+            assert done.messages[-2].startswith("error: another process runs this very conversion")
+            assert contents(left) == before
+            # one with other options leaves it alone, too
+            assert convert(llama, target, *flags, "--bits", "2").code == 0
+            assert contents(left) == before
+        assert convert(llama, target, *flags, "--overwrite").code == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
     def test_what_is_damaged_is_made_again(
         self,
         workshop: Workshop,
@@ -316,13 +334,22 @@ def test_contradictions_are_refused(
     assert done.messages[0] == f"error: {message}"
 
 
-def test_a_text_that_is_too_short_is_refused(llama: Path, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("hello")
-    flags = ["--error-feedback", "--feedback-text", str(short), "--no-balance"]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello", "error: the text is too short to learn from"),
+        ("a" * 10_000, "error: the text has only 1 different tokens: too few to learn from"),
+    ],
+)
+def test_a_text_that_says_too_little_is_refused(
+    llama: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    flags = ["--error-feedback", "--feedback-text", str(file), "--no-balance"]
     done = convert(llama, tmp_path / "out", *flags)
     assert done.code == 2
-    assert done.messages[-2] == "error: the text is too short to learn from"
+    assert done.messages[-2] == message
 
 
 # --- the text that the model writes ---------------------------------------------------------------

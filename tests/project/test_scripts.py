@@ -102,7 +102,7 @@ def test_an_environment_is_filled_once(tmp_path):
     """Python is replaced by programs that note what they are asked for."""
     notes = tmp_path / "notes"
     fill = f'mkdir -p "$4/bin"; cp {tmp_path}/inner "$4/bin/python"'
-    program(tmp_path / "inner", f'case "$*" in *pip*) echo "$@" >> {notes};; esac')
+    program(tmp_path / "inner", f'case "$*" in *--editable*) echo "$@" >> {notes};; esac')
     python = program(tmp_path / "python3", f'case "$*" in *"-m venv"*) {fill};; esac')
     folder = tmp_path / "environment"
 

@@ -37,6 +37,9 @@ MAX_TOKEN_CHARACTERS = 16
 MIN_TOKENS = 64
 """Fewer tokens than this say too little about a model."""
 
+MIN_DIFFERENT = 16
+"""The same of different ones: a text that only repeats itself excites few channels."""
+
 INPUT_FLOOR = 1e-2
 """Share of the mean input energy that every channel is taken to have at least. A channel that the
 text never excites may matter for other texts, so it must not be rounded away."""
@@ -91,7 +94,7 @@ def sample_tokens(
         int32 [pieces, length].
 
     Raises:
-        OptionError: there are fewer than MIN_TOKENS.
+        OptionError: there are fewer than MIN_TOKENS, or than MIN_DIFFERENT different ones.
     """
     share = len(text) // pieces
     # A piece's own share of the text, and never more of a long one than its tokens can need.
@@ -103,7 +106,14 @@ def sample_tokens(
             "the text is too short to learn from",
             hint=f"at least {MIN_TOKENS} tokens are needed, {pieces * length} are better",
         )
-    return np.array([tokens[:shortest] for tokens in found], np.int32)
+    tokens = np.array([tokens[:shortest] for tokens in found], np.int32)
+    different = len(np.unique(tokens))
+    if different < MIN_DIFFERENT:
+        raise OptionError(
+            f"the text has only {different} different tokens: too few to learn from",
+            hint="any ordinary text will do, also a foreign one",
+        )
+    return tokens
 
 
 def channel_scales(input_energy: np.ndarray, weight_energy: np.ndarray) -> np.ndarray:

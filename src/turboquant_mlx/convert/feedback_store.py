@@ -19,10 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from filelock import FileLock, Timeout
 
 from ..checkpoint.headers import read_header
 from ..checkpoint.schema import ModuleEntry, expected_tensors
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OutputError
 from ..quant.weight import PackedWeight
 
 logger = logging.getLogger("turboquant_mlx")
@@ -30,6 +31,7 @@ logger = logging.getLogger("turboquant_mlx")
 _TOKENS = "tokens.npy"
 _LAYER = ".safetensors"
 _SCRATCH = ".partial"
+_LOCK = ".lock"
 
 
 def fingerprint(*parts: Any) -> str:
@@ -54,6 +56,9 @@ class FeedbackStore:
         target: the folder that is being written.
         key: see ``fingerprint``.
         entries: what the manifest says of each layer.
+
+    Raises:
+        OutputError: another process is at work on the same.
     """
 
     def __init__(self, target: Path, key: str, entries: Mapping[str, ModuleEntry]):
@@ -61,6 +66,14 @@ class FeedbackStore:
         self._others = f".{glob.escape(target.name)}.feedback-*"
         self.folder = target.absolute().parent / f".{target.name}.feedback-{key}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.folder / _LOCK)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise OutputError(
+                f"another process runs this very conversion (it keeps its layers in {self.folder})",
+                hint="wait for it, or end it; what it has done will not be lost",
+            ) from None
         for scratch in self.folder.glob(f"*{_SCRATCH}*"):
             scratch.unlink()
         left = {file.name.removesuffix(_LAYER) for file in self.folder.glob(f"*{_LAYER}")}
@@ -119,14 +132,24 @@ class FeedbackStore:
         mx.eval(arrays)
         return PackedWeight(spec=entry.spec, shape=entry.shape, **arrays)
 
+    def close(self) -> None:
+        """Let another process take over."""
+        self._lock.release()
+
     def remove(self) -> None:
         """Forget everything, what runs with other options left for this target included."""
+        self.close()
         for folder in self.folder.parent.glob(self._others):
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                with FileLock(folder / _LOCK, blocking=False):
+                    shutil.rmtree(folder, ignore_errors=True)
+            except (Timeout, OSError):
+                continue  # somebody is at work in it
 
     def remove_if_empty(self) -> None:
         """Leave nothing behind where there is nothing to go on from."""
         if not self._paths:
+            self.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

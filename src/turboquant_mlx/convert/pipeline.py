@@ -160,6 +160,9 @@ def _kept_for_later(job: Job, say: Say) -> Iterator[None]:
                     "command goes on from there, or remove the folder",
                 )
         raise
+    finally:
+        if job.store is not None:
+            job.store.close()
 
 
 @contextmanager
