@@ -9,12 +9,12 @@ import pytest
 from kernel_cases import ON_GPU
 
 HERE = Path(__file__).parent
-EVERY = 8
+EVERY = 16
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One in eight of the CUDA cases of a test stays; the others are heavy.
+    """One in sixteen of the CUDA cases of a test stays; the others are heavy.
 
     Without a GPU both renderings of a kernel's one body are compiled and run on the CPU, most of
     them for no other test. All of the Metal cases stay, because nothing else runs that rendering;

@@ -37,7 +37,7 @@ MAX_TOKEN_CHARACTERS = 16
 MIN_TOKENS = 64
 """Fewer tokens than this say too little about a model."""
 
-MIN_DIFFERENT = 16
+MIN_DIFFERENT = 8
 """The same of different ones: a text that only repeats itself excites few channels."""
 
 INPUT_FLOOR = 1e-2
