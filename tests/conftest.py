@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = [ROOT / "tests" / folder for folder in ("kernels", "layers", "metal_on_cpu")]
+UNCOMPILED = [ROOT / "tests" / folder for folder in ("checkpoint", "kvcache", "models")]
 
 
 def pytest_collection_finish() -> None:
@@ -24,14 +24,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """On a CPU, models run without fused operations but for the real one.
+    """Tiny models of all types run without fused operations on a CPU.
 
     MLX makes each with the C++ compiler when it is first used, which takes a second: on a new
-    machine a quarter of all tests' time, as there are tiny models of all types.
+    machine a quarter of all tests' time.
     """
-    on_gpu = mx.default_device().type != mx.DeviceType.cpu
-    ours = any(folder in item.path.parents for folder in COMPILED)
-    if on_gpu or ours or item.get_closest_marker("model"):
+    tiny = any(folder in item.path.parents for folder in UNCOMPILED)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if not (tiny and on_cpu) or item.get_closest_marker("model"):
         return (yield)
     mx.disable_compile()
     os.environ["MLX_DISABLE_COMPILE"] = "1"  # for other processes, whose results are compared

@@ -47,7 +47,8 @@ def answer(model, tokens, n: int = 16):
     return [int(t) for t, _ in steps], [p for _, p in steps], CacheReport.of(cache)
 
 
-@pytest.mark.parametrize("length", [500, pytest.param(1000, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("length", [500, 1000])
 def test_the_answer_is_that_of_16_bits(model, length):
     model, tokenizer = model
     tokens = prompt(tokenizer, length)

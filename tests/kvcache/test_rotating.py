@@ -443,9 +443,9 @@ PROMPTS = [
     (WINDOW, 20, 2048),
     (WINDOW + 1, 20, 2048),
     (100, 20, 32),
-    (255, 3, 2048),
-    (256, 3, 2048),
     (257, 3, 128),
+    pytest.param(255, 3, 2048, marks=pytest.mark.heavy),
+    pytest.param(256, 3, 2048, marks=pytest.mark.heavy),
 ]
 
 
