@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from kernel_timing import median_seconds, random_words
+from kernel_timing import describe_machine, median_seconds, random_words
 from turboquant_mlx import cli
 from turboquant_mlx.errors import TurboQuantError
 from turboquant_mlx.kernels import kv_attend, kv_selection
@@ -42,7 +41,6 @@ from turboquant_mlx.kernels.dispatch import (
     backend,
     force_backend,
     kernels_of_backend,
-    why_backend,
 )
 from turboquant_mlx.kernels.kv_selection import AttendLaunch
 from turboquant_mlx.kvcache import attend as attend_module
@@ -306,9 +304,7 @@ def command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--quick", action="store_true", help="three contexts, two widths")
     parser.add_argument("--sweep", action="store_true", help="which launch is best")
     arguments = parser.parse_args(argv)
-    if backend() not in ("metal", "cuda"):
-        raise TurboQuantError("this needs a GPU", hint=f"the back-end is {why_backend()}")
-    machine = f"{mx.device_info()['device_name']}, MLX {mx.__version__}, {platform.platform()}"
+    machine = describe_machine()
     print(machine)
     contexts = QUICK if arguments.quick else CONTEXTS
     widths = WIDTHS[:2] if arguments.quick else WIDTHS

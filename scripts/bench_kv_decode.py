@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -34,9 +33,8 @@ from mlx_lm.models.cache import KVCache
 
 import made_up
 from bench_attention import random_store
+from kernel_timing import describe_machine
 from turboquant_mlx import cli
-from turboquant_mlx.errors import TurboQuantError
-from turboquant_mlx.kernels.dispatch import backend, why_backend
 from turboquant_mlx.kvcache.attend import why_reference
 from turboquant_mlx.kvcache.cache import TurboQuantKVCache
 from turboquant_mlx.kvcache.spec import KVSpec
@@ -124,11 +122,7 @@ def command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--quick", action="store_true", help="two cases, one width")
     parser.add_argument("--small", action="store_true", help="a tiny model on any device")
     arguments = parser.parse_args(argv)
-    if backend() not in ("metal", "cuda") and not arguments.small:
-        raise TurboQuantError("this needs a GPU", hint=f"the back-end is {why_backend()}")
-    machine = f"{mx.default_device()}, MLX {mx.__version__}, {platform.platform()}"
-    if backend() != "cpu":
-        machine = f"{mx.device_info()['device_name']}, {machine}"
+    machine = describe_machine(any_device=arguments.small)
     print(machine)
     model = model_of(arguments.small)
     cases = [(2, 200)] if arguments.small else QUICK if arguments.quick else CASES

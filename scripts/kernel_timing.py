@@ -5,6 +5,7 @@ See bench_kernels.py for what the two kinds of times mean.
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from turboquant_mlx.errors import TurboQuantError
+from turboquant_mlx.kernels.dispatch import backend, why_backend
 from turboquant_mlx.quant.rotation import block_size
 from turboquant_mlx.quant.spec import QuantSpec
 from turboquant_mlx.quant.weight import PackedWeight
@@ -22,6 +25,18 @@ MOST_COPIES = 12
 REPEATS = 9
 
 Product = Callable[[mx.array, Any], mx.array]
+
+
+def describe_machine(any_device: bool = False) -> str:
+    """The device, MLX's version and the system.
+
+    Raises:
+        TurboQuantError: there is no GPU, and ``any_device`` will not do.
+    """
+    if backend() not in ("metal", "cuda") and not any_device:
+        raise TurboQuantError("this needs a GPU", hint=f"the back-end is {why_backend()}")
+    machine = f"{mx.default_device()}, MLX {mx.__version__}, {platform.platform()}"
+    return machine if backend() == "cpu" else f"{mx.device_info()['device_name']}, {machine}"
 
 
 def codes(width: int) -> dict[str, QuantSpec]:

@@ -90,9 +90,7 @@ class KVSpec:
             ("protect_first", 2**16),
             ("protect_last", 2**16),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value <= most:
-                raise OptionError(f"{name} must be a whole number from 0 to {most}, not {value}")
+            _check_whole(name, getattr(self, name), most)
 
     @property
     def mean_tokens(self) -> int:
@@ -166,6 +164,11 @@ class KVSpec:
             + "/"
             + side("V", self.value_bits, self.value_scheme)
         )
+
+
+def _check_whole(name: str, value: Any, most: int) -> None:
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise OptionError(f"{name} must be a whole number from 0 to {most}, not {value}")
 
 
 def validate_bits(bits: Any) -> float:
@@ -344,9 +347,9 @@ def resolve(
         schemes.append(scheme or ("turboquant" if half else default_scheme))
     for name, most in (("start", MAX_START), ("min_tokens", MAX_MIN_TOKENS)):
         value = chosen(name)
-        if value is not None and not (isinstance(value, int) and 0 <= value <= most):
+        if value is not None:
             spelling = (FLAGS if getattr(flags, name) is not None else VARIABLES)[name]
-            raise OptionError(f"{spelling} must be a whole number from 0 to {most}, not {value}")
+            _check_whole(spelling, value, most)
     start, group, first = chosen("start"), chosen("group_size"), flags.min_tokens
     if first is None:
         first = DEFAULT_MIN_TOKENS if "turboquant" in schemes else 0
