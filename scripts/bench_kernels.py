@@ -5,8 +5,9 @@ Decoding a token is bound by reading weights, so one row is compared with MLX's 
 its affine quantization at every shape; more rows show verification, batches and prefill.
 
 ``kernel`` times are per call inside one compiled graph in which every product waits for the one
-before it, less the same graph without products; ``called`` times are per call from Python. Weights
-go through more copies than a GPU's second-level cache holds. Every figure is a median.
+before it, less the same graph without products, by the GPU's own clock where PyTorch for CUDA is
+installed (gpu_clock.py) and by the host's elsewhere; ``called`` times are per call from Python.
+Weights go through more copies than a GPU's second-level cache holds. Every figure is a median.
 
     python scripts/bench_kernels.py             all tables, about three minutes on one H200
     python scripts/bench_kernels.py --quick     one row, two shapes
@@ -31,6 +32,7 @@ from kernel_timing import (
     affine,
     affine_product,
     called_seconds,
+    clock,
     codes,
     copies,
     fp16,
@@ -227,9 +229,13 @@ def main() -> None:
         "mlx": mx.__version__,
         "backend": backend(),
         "machine": platform.platform(),
+        "clock": clock(),
         "device": mx.device_info().get("device_name") if hasattr(mx, "device_info") else None,
     }
-    print(f"back-end: {why_backend()}; MLX {mx.__version__}; device {report['device']}")
+    print(
+        f"back-end: {why_backend()}; MLX {mx.__version__}; device {report['device']};"
+        f" kernel times by {clock()}"
+    )
     if backend() not in ("metal", "cuda"):
         print("There is no GPU here: nothing is measured.")
         print(json.dumps(report))

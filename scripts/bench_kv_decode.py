@@ -2,13 +2,15 @@
 """Tokens a second of a whole model with the packed cache, beside the plain cache in the same run.
 
 The model has the shape of an 8B one (llama, 32 layers of 4096, 32 heads over 8 of keys, 128 values
-a head) and seeded random weights in float16. The caches are filled with random keys and values, as
-reading a prompt of that length would take most of the time; what is measured is decoding, one token
-a step and row, each step waiting for the one before it.
+a head) and seeded random weights: of 3 bits, scalar code, unless --weights says otherwise
+(scripts/made_up.py); activations are bfloat16. The caches are filled with random keys and values,
+as reading a prompt of that length would take most of the time; what is measured is decoding, one
+token a step and row, each step waiting for the one before it.
 
-    python scripts/bench_kv_decode.py             batch 1 and 8
-    python scripts/bench_kv_decode.py --quick     4k in batch 1, 32k in batch 8
-    python scripts/bench_kv_decode.py --small     a tiny model, to see that it runs
+    python scripts/bench_kv_decode.py                  batch 1 and 8
+    python scripts/bench_kv_decode.py --quick          4k in batch 1, 32k in batch 8
+    python scripts/bench_kv_decode.py --weights bf16   weights in 16 bits
+    python scripts/bench_kv_decode.py --small          a tiny model, to see that it runs
 
 The last line is JSON.
 """
@@ -28,7 +30,6 @@ import mlx.core as mx
 import mlx_lm_models  # noqa: F401  (before mlx-lm)
 
 # isort: split
-from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 
 import made_up
@@ -42,27 +43,9 @@ from turboquant_mlx.kvcache.spec import KVSpec
 CASES = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768)]
 QUICK = [(1, 4096), (8, 32768)]
 WIDTHS = [(3, 4), (4, 4)]
+DTYPE = mx.bfloat16
 STEPS = 32
 REPEATS = 5
-
-
-def model_of(small: bool) -> Any:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 256 if small else 4096,
-        "num_hidden_layers": 2 if small else 32,
-        "intermediate_size": 512 if small else 14336,
-        "num_attention_heads": 2 if small else 32,
-        "num_key_value_heads": 1 if small else 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 1000 if small else 128256,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    }
-    model = made_up.build(config, mx.float16)
-    model.update(tree_map(lambda p: p * 0.5, model.parameters()))
-    return made_up.evaluated(model)
 
 
 def plain_caches(model: Any, batch: int, columns: int) -> list[KVCache]:
@@ -71,7 +54,7 @@ def plain_caches(model: Any, batch: int, columns: int) -> list[KVCache]:
     for _ in model.layers:
         cache = KVCache()
         shape = (batch, heads, columns, model.args.head_dim)
-        cache.update_and_fetch(*(mx.random.normal(shape).astype(mx.float16) for _ in range(2)))
+        cache.update_and_fetch(*(mx.random.normal(shape).astype(DTYPE) for _ in range(2)))
         mx.eval(cache.keys, cache.values)
         caches.append(cache)
     return caches
@@ -85,7 +68,13 @@ def packed_caches(
         cache = TurboQuantKVCache(spec=KVSpec(*bits))
         capacity = columns + columns // 16
         cache.store = random_store(
-            bits, batch, columns, capacity, heads=model.args.num_key_value_heads
+            bits,
+            batch,
+            columns,
+            capacity,
+            heads=model.args.num_key_value_heads,
+            width=model.args.head_dim,
+            dtype=DTYPE,
         )
         caches.append(cache)
     return caches
@@ -121,24 +110,27 @@ def command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two cases, one width")
     parser.add_argument("--small", action="store_true", help="a tiny model on any device")
+    parser.add_argument(
+        "--weights", default="scalar3", help="scalar or trellis and bits, or bf16 (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     machine = describe_machine(any_device=arguments.small)
-    print(machine)
-    model = model_of(arguments.small)
+    print(f"{machine}; weights {arguments.weights}")
+    model = made_up.llama("tiny" if arguments.small else "8b", arguments.weights)
     cases = [(2, 200)] if arguments.small else QUICK if arguments.quick else CASES
     widths = WIDTHS[:1] if arguments.quick else WIDTHS
     results = []
-    print(f"\n{'batch':>5} {'context':>7} {'cache':<6} {'tokens/s':>9} {'x fp16':>7} {'GB':>6}")
+    print(f"\n{'batch':>5} {'context':>7} {'cache':<7} {'tokens/s':>9} {'x plain':>7} {'GB':>6}")
     for batch, columns in cases:
         plain = 0.0
-        for name in ["fp16", *widths]:
+        for name in ["plain", *widths]:
             mx.random.seed(1)
-            if name == "fp16":
+            if name == "plain":
                 caches: list[Any] = plain_caches(model, batch, columns)
             else:
                 assert isinstance(name, tuple)
                 caches = packed_caches(model, batch, columns, name)
-                q = mx.zeros((batch, model.args.num_attention_heads, 1, 128), mx.float16)
+                q = mx.zeros((batch, model.args.num_attention_heads, 1, model.args.head_dim), DTYPE)
                 why = why_reference(q, caches[0].store, None)
                 if why:
                     print(f"no kernel answers: {why}")
@@ -147,7 +139,7 @@ def command(argv: Sequence[str] | None) -> int:
             plain = plain or rate
             label = name if isinstance(name, str) else f"K{name[0]}/V{name[1]}"
             print(
-                f"{batch:>5} {columns:>7} {label:<6} {rate:>9.1f} {rate / plain:>7.2f}"
+                f"{batch:>5} {columns:>7} {label:<7} {rate:>9.1f} {rate / plain:>7.2f}"
                 f" {held / 1e9:>6.2f}",
                 flush=True,
             )
@@ -162,7 +154,7 @@ def command(argv: Sequence[str] | None) -> int:
             )
             del caches
             mx.clear_cache()
-    print(json.dumps({"machine": machine, "decode": results}))
+    print(json.dumps({"machine": machine, "weights": arguments.weights, "decode": results}))
     return 0
 
 

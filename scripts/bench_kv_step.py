@@ -32,7 +32,7 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
-from bench_kv_decode import packed_caches, plain_caches
+from bench_kv_decode import DTYPE, packed_caches, plain_caches
 from kernel_timing import describe_machine
 from turboquant_mlx import cli
 
@@ -53,7 +53,7 @@ def held(caches: list[Any]) -> list[mx.array]:
 
 
 def appending(caches: list[Any], batch: int) -> Step:
-    new = mx.random.normal((batch, KV_HEADS, 1, WIDTH)).astype(mx.float16)
+    new = mx.random.normal((batch, KV_HEADS, 1, WIDTH)).astype(DTYPE)
 
     def step(x: mx.array) -> list[mx.array]:
         for cache in caches:
@@ -78,7 +78,7 @@ def microseconds(step: Step, batch: int, layers: int, ahead: bool, steps: int) -
     """Median of a layer's share of a step, over runs of ``steps``."""
     times = []
     for _ in range(REPEATS):
-        x = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
+        x = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(DTYPE)
         mx.eval(x)
         mx.synchronize()
         start = time.perf_counter()
@@ -115,12 +115,12 @@ def command(argv: Sequence[str] | None) -> int:
     print("\nmicroseconds of a layer")
     print(f"{'batch':>5} {'context':>7} {'cache':<6} {'part':<16} {'ahead':>8} {'waiting':>8}")
     for batch, columns in SMALL if arguments.small else CASES:
-        for label in ("fp16", "K3/V4"):
+        for label in ("plain", "K3/V4"):
             for part, make in (("append", appending), ("append, attend", attending)):
                 mx.random.seed(1)
                 caches: list[Any] = (
                     plain_caches(shape, batch, columns)
-                    if label == "fp16"
+                    if label == "plain"
                     else list(packed_caches(shape, batch, columns, (3, 4)))
                 )
                 ahead, waiting = (

@@ -1,7 +1,7 @@
 """Measures the numbers of kernels/selection.py: ``bench_kernels.py --sweep``.
 
-In the order of what matters most: launches of the matvec at 3 bits for one row, the thresholds
-between programs, more rows, MLX's own products, then 2 and 4 bits with the launches that were best
+In the order of what matters most: launches of the matvec at 3 bits for one row and for more, the
+thresholds between programs, MLX's own products, then 2 and 4 bits with the launches that were best
 for 3. What the time does not suffice for is left out and counted. At the end stand the lines of
 ``MATVEC_LAUNCHES`` by these measurements, where they gain something over ``launch_by_rule``.
 """
@@ -40,7 +40,10 @@ STACK = (128, 768, 2048)
 GAIN = 1.03
 """By how much a launch must be faster than the rule's for a line in the table."""
 
-FOR_ONE_ROW = [(8, 1, 4), (8, 1, 8), (4, 1, 8), (8, 2, 8), (4, 2, 8), (4, 4, 8), (16, 1, 4)]
+FOR_ONE_ROW = [
+    *((8, 1, 4), (8, 1, 8), (4, 1, 8), (8, 2, 8), (4, 2, 8), (4, 4, 8), (16, 1, 4)),
+    *((2, 1, 8), (2, 2, 8), (8, 4, 8), (4, 1, 4), (4, 2, 4), (2, 4, 8)),
+]
 FOR_A_SMALL = [(2, 1, 8), (2, 2, 8), (4, 1, 4), (4, 2, 8)]
 FOR_ROWS = [(4, 1, 4), (4, 1, 8), (4, 2, 8), (2, 1, 8), (2, 2, 8), (8, 1, 4)]
 
@@ -80,9 +83,8 @@ def sweep(seconds: float = SECONDS) -> dict[str, Any]:
                 found[cell] = measure(dialect, cell, launches(cell[1], cell[2]))
         return late
 
-    left_out = measure_all([cell for cell in cells(3) if cell[2] == 1])
+    left_out = measure_all(cells(3))
     thresholds = measure_thresholds(dialect, end)
-    left_out += measure_all([cell for cell in cells(3) if cell[2] > 1])
     for shape in SHAPES:
         if time.monotonic() < end:
             stock += measure_stock(shape)
