@@ -29,8 +29,8 @@ Kernels are specialised by template arguments, which become constants in their t
 for each back-end; MLX compiles each specialisation at its first use and keeps it. (MLX has template
 arguments as well, but goes through those of every call with a regular expression, which takes as
 long as all the rest of a call.) MLX also assembles the text at each call and hashes it at each
-evaluation, so CUDA gets it without comments and indentation, and with no more of the prelude than
-the kernel uses.
+evaluation, so for CUDA it is in files (``text_files``), without comments and indentation and with
+no more of the prelude than the kernel uses.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
+
+from .text_files import shortened
 
 Dialect = Literal["metal", "cuda"]
 
@@ -369,7 +371,7 @@ class Kernel:
             make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
             source, header = self.source(dialect), self.header(dialect)
             if dialect == "cuda":
-                source, header = compact(source), compact(header)
+                header, source = shortened(compact(header), compact(source), self.inputs)
             self._built[dialect] = make(
                 name=self.name,
                 input_names=list(self.inputs),
