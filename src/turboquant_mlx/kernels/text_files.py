@@ -1,8 +1,9 @@
 """Texts of CUDA kernels in files, so that what MLX is given stays short.
 
-MLX (0.32, CUDA) makes a hash of a kernel's whole text at each launch, to find the compiled form: 5.6
-microseconds for 28 kB on the host of an H200, where a launch takes 2.6 without. A text that includes
-another by its name is short, and the name, which holds a hash made once, tells texts apart as well.
+MLX (0.32, CUDA) makes a hash of a kernel's whole text at each launch, to find the compiled form:
+5.6 microseconds for 28 kB on the host of an H200, where a launch takes 2.6 without. A text that
+includes another by its name is short, and the name, which holds a hash made once, tells texts apart
+as well.
 """
 
 from __future__ import annotations
