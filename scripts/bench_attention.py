@@ -50,7 +50,6 @@ from turboquant_mlx.kernels.dispatch import (
     kernels_of_backend,
 )
 from turboquant_mlx.kernels.kv_selection import AttendLaunch
-from turboquant_mlx.kvcache import attend as attend_module
 from turboquant_mlx.kvcache.attend import attend, why_reference
 from turboquant_mlx.kvcache.codec import kernel_facts, kernel_sides
 from turboquant_mlx.kvcache.spec import KVSpec
@@ -295,7 +294,7 @@ def with_launch(launch: AttendLaunch, dialect: Any, q: mx.array, store: PackedSt
         dialect,
         sides=kernel_sides(store.key_codec, store.value_codec),
         facts=kernel_facts(store.key_codec, store.value_codec),
-        rows=attend_module.kernel_rows(store),
+        rows=store.token_rows(),
         scale=SCALE,
         shift=store.shift,
         raw=(store.raw_keys, store.raw_values),

@@ -5,6 +5,7 @@ Expected values are attention in float64 over what the store decodes to.
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import mlx.core as mx
@@ -21,13 +22,12 @@ from turboquant_mlx.kernels.kv_selection import (
     RAW_TOKENS,
     AttendLaunch,
     attend_launch,
-    attend_splits,
+    split_limits,
     table_copies,
 )
 from turboquant_mlx.kvcache.attend import (
     attend,
     kernel_facts,
-    kernel_rows,
     kernel_sides,
     why_reference,
 )
@@ -192,7 +192,7 @@ def with_launch(q, store: PackedStore, scale, launch, dialect, **more) -> mx.arr
         dialect,
         sides=kernel_sides(store.key_codec, store.value_codec),
         facts=kernel_facts(store.key_codec, store.value_codec),
-        rows=kernel_rows(store),
+        rows=store.token_rows(),
         scale=scale,
         shift=store.shift,
         raw=(store.raw_keys, store.raw_values),
@@ -211,7 +211,8 @@ def test_a_split_may_be_empty(dialect, tensor):
     q = random(2, 8, 1, 64, seed=3, dtype=mx.float16)
     with running(dialect):
         launch = AttendLaunch(tensor, 8, 1, 2, 40)
-        assert attend_splits(dialect, launch, 4, 260) > 1
+        most, step = split_limits(dialect, launch, 4)
+        assert min(most, 260 // step) > 1
         out = with_launch(q, store, 0.125, launch, dialect)
         mx.eval(out)
     assert_near(out, expected(q, store, 0.125, None, None), mx.float16, SLACK)
@@ -399,10 +400,48 @@ def test_tables_get_as_many_copies_as_memory_holds():
 
 def test_splits_fill_the_device_but_are_not_cut_finer_than_a_step():
     launch = AttendLaunch(True, 8, 1, 8)
-    assert attend_splits("cuda", launch, 8, 131072) == 33
-    assert attend_splits("cuda", launch, 8, 131072, beside=True) == 32
-    assert attend_splits("cuda", launch, 64, 131072) == 4
-    assert attend_splits("cuda", launch, 64, 131072, beside=True) == 4
-    assert attend_splits("cuda", launch, 1000, 131072) == 1
-    assert attend_splits("cuda", launch, 8, 300) == 3
-    assert attend_splits("cuda", launch, 8, 1) == 1
+    assert split_limits("cuda", launch, 8) == (33, 128)
+    assert split_limits("cuda", launch, 8, beside=True) == (32, 128)
+    assert split_limits("cuda", launch, 64) == (4, 128)
+    assert split_limits("cuda", launch, 64, beside=True) == (4, 128)
+    assert split_limits("cuda", launch, 1000) == (1, 128)
+    assert split_limits("metal", AttendLaunch(False, 4, warps=4), 8) == (32, 128)
+
+
+def test_long_contexts_get_larger_threadgroups_where_these_pay():
+    assert attend_launch(True, 4, 128, 4, long=False).warps == 4
+    assert attend_launch(True, 4, 128, 4, long=True).warps == 8
+    assert attend_launch(True, 4, 128, 8, long=True).warps == 4
+
+
+@pytest.mark.parametrize("dialect", dialects())
+def test_what_is_kept_from_token_to_token_follows_every_change_of_the_store(dialect):
+    """A store keeps what a call needs besides its arrays; a copy of it keeps nothing."""
+    store = filled(KVSpec(3, 4, min_tokens=3), (0, 9), 60, 1, 32)
+
+    def append(n: int) -> None:
+        store.append(*(random(2, 1, n, 32, seed=n + i, dtype=mx.float16) for i in range(2)))
+
+    changes = [
+        lambda: append(1),
+        lambda: append(1),
+        lambda: store.trim(2),
+        lambda: append(1),
+        lambda: append(30),  # beyond the capacity
+        lambda: append(1),
+        lambda: store.drop(5),
+        lambda: append(1),
+        lambda: store.cut(store.live),
+        lambda: store.trim(35),  # into the tokens in 16 bits
+        lambda: append(1),
+    ]
+    one, two = (random(2, 2, n, 32, seed=3, dtype=mx.float16) for n in (1, 2))
+    with running(dialect):
+        for change in changes:
+            change()
+            for q, scale, mask in [(one, 0.125, None), (two, 0.1, "causal")]:
+                bare = copy.deepcopy(store)
+                assert bare.held("attention") is None
+                got = attend(q, store, scale=scale, mask=mask)
+                assert mx.array_equal(got, attend(q, bare, scale=scale, mask=mask))
+            assert mx.array_equal(store.decoded(store.columns)[0], bare.decoded(store.columns)[0])

@@ -33,13 +33,14 @@ from .kv_attend_tensor import TENSOR
 from .kv_dialect import kv_kernel
 from .kv_selection import (
     COMBINE_SLICES,
+    LONG,
     MOST_PARTS,
     QUERIES,
     RAW_TOKENS,
     SHARED_BYTES,
     AttendLaunch,
     attend_launch,
-    attend_splits,
+    split_limits,
     table_copies,
 )
 from .replay import Program, traced
@@ -61,6 +62,7 @@ _INPUTS = (
     "sinks",
     "mask",
 )
+_OPTIONAL = _INPUTS[-5:]
 ATTEND = (
     kv_kernel("turboquant_kv_attend", _INPUTS, ("sums", "marks"), MULTIPLY),
     kv_kernel("turboquant_kv_attend_tensor", _INPUTS, ("sums", "marks"), TENSOR),
@@ -214,8 +216,9 @@ class _Plan:
     template: list
     combine: list
     combine_threads: int
-    programs: dict[int, Program] = field(default_factory=dict)
-    """By the number of partial results; for each shape of the arrays MLX traces them once."""
+    programs: dict[tuple[int, int, int], Program] = field(default_factory=dict)
+    """By the number of partial results and the arrays that they hold; for each shape of the others
+    MLX traces them once."""
 
 
 @lru_cache(maxsize=256)
@@ -230,6 +233,7 @@ def _plan(
     dialect: Dialect,
     shared: int,
     roomy: bool,
+    long: bool,
     launch: AttendLaunch | None,
 ) -> _Plan:
     key, value = sides
@@ -240,7 +244,8 @@ def _plan(
     )
     suits = suits and roomy and dialect == "cuda" and dtype != mx.float32
     if launch is None:
-        launch = attend_launch(suits, repeats * length, widest, max(key.bits, value.bits))
+        bits = max(key.bits, value.bits)
+        launch = attend_launch(suits, repeats * length, widest, bits, long)
     if launch.tensor and not suits:
         raise ValueError("the matrix units do not take this case")
     row_blocks = -(-repeats * length // launch.rows)
@@ -291,6 +296,127 @@ def _plan(
     return _Plan(launch, batch * kv_heads * row_blocks, template, combine, 32 * warps)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """``kv_attend`` but for its arrays and where the tokens are: what stays while a text grows.
+
+    Attributes:
+        plan: what stays for all layers.
+        dialect: of the kernels.
+        width: of the values.
+        facts, factor: arrays that each launch is given.
+        present: which of ``_OPTIONAL`` each call is given.
+        capacity, raw_capacity, strides: what ``meta_of`` is told.
+        special: whether threadgroups for tokens in 16 bits and sinks come on top.
+        most_splits, step: parts of the context at most, and columns of one at least.
+    """
+
+    plan: _Plan
+    dialect: Dialect
+    width: int
+    facts: mx.array
+    factor: mx.array
+    present: tuple[bool, ...]
+    capacity: int
+    raw_capacity: int
+    strides: tuple[int, int, int]
+    special: bool
+    most_splits: int
+    step: int
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: tuple[mx.array, ...],
+        values: tuple[mx.array, ...],
+        rows: KVRows,
+        *optional: mx.array | None,
+    ) -> mx.array:
+        """As ``kv_attend``; ``optional`` are the arrays of ``_OPTIONAL``."""
+        splits = min(self.most_splits, -(-rows.columns // self.step)) or 1
+        meta = meta_of(rows, splits, self.capacity, self.raw_capacity, self.strides)
+        parts = splits + self.special
+        # one program serves all layers whose codecs are alike
+        key = parts, id(self.facts), id(self.factor)
+        program = self.plan.programs.get(key)
+        if program is None:
+            program = traced(partial(_run, self, parts))
+            self.plan.programs[key] = program
+        given = [a for a, used in zip(optional, self.present, strict=True) if used]
+        (y,) = program(queries, *keys, *values, meta, *given)  # type: ignore[arg-type]
+        return y
+
+
+def prepare(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    codes: tuple[int, ...],
+    dialect: Dialect,
+    *,
+    sides: tuple[KVSide, KVSide],
+    facts: mx.array,
+    rows: KVRows,
+    scale: float,
+    raw_capacity: int = 0,
+    shift: bool = False,
+    mask: mx.array | None = None,
+    causal: bool = False,
+    sinks: bool = False,
+    launch: AttendLaunch | None = None,
+) -> Prepared:
+    """What ``kv_attend`` needs besides arrays.
+
+    Args:
+        shape, dtype: of the queries.
+        codes: shape of the keys' codes, [B, Hkv, capacity, words].
+        raw_capacity: n of the tokens in 16 bits [B, Hkv, n, D].
+        shift, sinks: whether there are any.
+        dialect, sides, facts, scale, mask, causal, launch: as for ``kv_attend``; a mask must have
+            four axes.
+        rows: where the tokens are; each call may have others, as long as the same rows have tokens
+            in 16 bits and the columns are on the same side of ``LONG``.
+    """
+    batch, heads, length, _ = shape
+    kv_heads, capacity = codes[1:3]
+    has_raw = max(rows.raw) > 0
+    kind, strides = 0, (0, 0, 0)
+    if mask is not None:
+        kind = 1 if mask.dtype == mx.bool_ else 2
+        mb, mh, ml, n = mask.shape
+        strides = (mh * ml * n * (mb > 1), ml * n * (mh > 1), n * (ml > 1))
+    special = has_raw or sinks
+    shifted = shift and special
+    made = _plan(
+        sides,
+        batch,
+        kv_heads,
+        heads // kv_heads,
+        length,
+        dtype,
+        (kind, causal and length > 1, sinks, shifted, special),
+        dialect,
+        SHARED_BYTES[dialect],
+        capacity >= TENSOR_CAPACITY,
+        rows.columns >= LONG,
+        launch,
+    )
+    most, step = split_limits(dialect, made.launch, made.groups, special)
+    return Prepared(
+        plan=made,
+        dialect=dialect,
+        width=sides[1].width,
+        facts=facts,
+        factor=_scalar(scale * math.log2(math.e)),
+        present=(has_raw, has_raw, shifted, sinks, mask is not None),
+        capacity=capacity,
+        raw_capacity=raw_capacity if has_raw else 0,
+        strides=strides,
+        special=special,
+        most_splits=most,
+        step=step,
+    )
+
+
 def kv_attend(
     queries: mx.array,
     keys: tuple[mx.array, ...],
@@ -328,78 +454,59 @@ def kv_attend(
     Returns:
         [B, H, L, Dv] in the queries' dtype, lazy.
     """
-    batch, heads, length, _ = queries.shape
-    kv_heads = keys[0].shape[1]
-    has_raw = raw is not None and max(rows.raw) > 0
-    kind, strides = 0, (0, 0, 0)
     if mask is not None:
-        kind = 1 if mask.dtype == mx.bool_ else 2
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        mb, mh, ml, n = mask.shape
-        strides = (mh * ml * n * (mb > 1), ml * n * (mh > 1), n * (ml > 1))
-    special = has_raw or sinks is not None
-    flags = (
-        kind,
-        causal and length > 1,
-        sinks is not None,
-        shift is not None and special,
-        special,
-    )
-    made = _plan(
-        sides,
-        batch,
-        kv_heads,
-        heads // kv_heads,
-        length,
+    if raw is None:
+        rows = rows._replace(raw=(0,) * len(rows.raw))
+    call = prepare(
+        queries.shape,
         queries.dtype,
-        flags,
+        keys[0].shape,
         dialect,
-        SHARED_BYTES[dialect],
-        keys[0].shape[2] >= TENSOR_CAPACITY,
-        launch,
+        sides=sides,
+        facts=facts,
+        rows=rows,
+        scale=scale,
+        raw_capacity=0 if raw is None else raw[0].shape[2],
+        shift=shift is not None,
+        mask=mask,
+        causal=causal,
+        sinks=sinks is not None,
+        launch=launch,
     )
-    splits = attend_splits(dialect, made.launch, made.groups, rows.columns, special)
-    raw_keys, raw_values = raw if has_raw and raw is not None else (facts, facts)
-    meta = meta_of(rows, splits, keys[0].shape[2], raw_keys.shape[2] if has_raw else 0, strides)
-    parts = splits + special
-    if parts not in made.programs:
-        made.programs[parts] = traced(partial(_run, made, dialect, sides[1].width, parts))
-    (y,) = made.programs[parts](
-        queries,
-        *packed_inputs(keys, values, facts),
-        facts,
-        _scalar(scale * math.log2(math.e)),
-        meta,
-        raw_keys,
-        raw_values,
-        shift if flags[3] and shift is not None else facts,
-        sinks if sinks is not None else facts,
-        mask if mask is not None else facts,
-    )
-    return y
+    return call(queries, keys, values, rows, *(raw or (None, None)), shift, sinks, mask)
 
 
-def _run(made: _Plan, dialect: Dialect, width: int, parts: int, *inputs: mx.array) -> list:
-    """Both passes; the inputs are those of the kernel."""
-    queries, codes, facts, meta = inputs[0], inputs[1], inputs[7], inputs[9]
+def _run(call: Prepared, parts: int, *given: mx.array) -> list:
+    """Both passes, of the arrays that ``call`` gives its program."""
+    made, facts = call.plan, call.facts
+    arrays = iter(given)
+    queries = next(arrays)
+    numbers = dict(made.template)
+    packed = [
+        next(arrays) if there else facts
+        for there in (True, True, numbers["KAFFINE"], True, True, numbers["VAFFINE"])
+    ]
+    meta = next(arrays)
+    optional = [next(arrays) if there else facts for there in call.present]
     batch, heads, length, _ = queries.shape
-    kv_heads = codes.shape[1]
+    kv_heads = packed[0].shape[1]
     lead = (batch * kv_heads, parts, heads // kv_heads * length)
     sums, marks = ATTEND[made.launch.tensor].launch(
-        dialect,
-        inputs,
+        call.dialect,
+        [queries, *packed, facts, call.factor, meta, *optional],
         template=made.template,
         groups=(parts, made.groups),
         threads=32 * made.launch.warps,
-        shapes=[(*lead, width), (*lead, 2)],
+        shapes=[(*lead, call.width), (*lead, 2)],
         dtypes=[mx.float32, mx.float32],
     )
     return ADD_UP.launch(
-        dialect,
+        call.dialect,
         [sums, marks, facts, meta],
         template=made.combine,
         groups=(batch * heads * length, 1),
         threads=made.combine_threads,
-        shapes=[(batch, heads, length, width)],
+        shapes=[(batch, heads, length, call.width)],
         dtypes=[queries.dtype],
     )

@@ -18,7 +18,6 @@ from .dialect import Dialect
 from .kv_attend import KVRows, KVSide, meta_of, packed_inputs, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
-from .replay import Program, traced
 
 VALUES = 2048
 """Values of a threadgroup. Unmeasured default."""
@@ -177,44 +176,26 @@ def kv_expand(
         keys, values; lazy. Columns before a row's first token hold anything finite.
     """
     batch, kv_heads, capacity = keys[0].shape[:3]
+    lead = (batch, kv_heads, rows.columns)
     has_raw = max(rows.raw) > 0
-    program = _program(
-        sides, (batch, kv_heads, rows.columns), dtype, shift is not None, has_raw, dialect
-    )
+    tokens, template = _template(sides, kv_heads, dtype, shift is not None, has_raw)
     raw_keys, raw_values = raw if has_raw else (facts, facts)
-    one, two = program(
-        *packed_inputs(keys, values, facts),
-        facts,
-        meta_of(rows, 0, capacity, raw_keys.shape[2] if has_raw else 0, (0, 0, 0)),
-        raw_keys,
-        raw_values,
-        facts if shift is None else shift,
+    raw_capacity = raw_keys.shape[2] if has_raw else 0
+    # Not traced: the result's shape is another one for each token. Mostly nobody looks at it.
+    one, two = EXPAND.launch(
+        dialect,
+        [
+            *packed_inputs(keys, values, facts),
+            facts,
+            meta_of(rows, 0, capacity, raw_capacity, (0, 0, 0)),
+            raw_keys,
+            raw_values,
+            facts if shift is None else shift,
+        ],
+        template=template,
+        groups=(-(-rows.columns // tokens), 2 * batch * kv_heads),
+        threads=32 * WARPS,
+        shapes=[(*lead, side.width) for side in sides],
+        dtypes=[dtype, dtype],
     )
     return one, two
-
-
-@lru_cache(maxsize=64)
-def _program(
-    sides: tuple[KVSide, KVSide],
-    lead: tuple[int, int, int],
-    dtype: mx.Dtype,
-    shift: bool,
-    raw: bool,
-    dialect: Dialect,
-) -> Program:
-    """One launch, of the kernel's inputs, that decodes so many (rows, heads, columns)."""
-    batch, kv_heads, columns = lead
-    tokens, template = _template(sides, kv_heads, dtype, shift, raw)
-
-    def run(*inputs: mx.array) -> list[mx.array]:
-        return EXPAND.launch(
-            dialect,
-            inputs,
-            template=template,
-            groups=(-(-columns // tokens), 2 * batch * kv_heads),
-            threads=32 * WARPS,
-            shapes=[(*lead, side.width) for side in sides],
-            dtypes=[dtype, dtype],
-        )
-
-    return traced(run)

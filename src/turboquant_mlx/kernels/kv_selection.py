@@ -54,19 +54,28 @@ class AttendLaunch:
     splits: int = 0
 
 
-def attend_launch(tensor: bool, rows: int, width: int, bits: int) -> AttendLaunch:
+LONG = 8192
+"""Columns from which on larger threadgroups pay on the matrix units. H200, K3/V4, 8 heads of keys:
+4,096 columns 14.8 us with 4 warps and 17 with 8, 32,768 columns 27.8 and 25.4, 131,072 columns 58
+and 53."""
+
+
+def attend_launch(
+    tensor: bool, rows: int, width: int, bits: int, long: bool = True
+) -> AttendLaunch:
     """The launch for ``rows`` queries of a head of keys.
 
     Args:
         tensor: whether the matrix units may be used.
         width: values of a head of the wider side.
         bits: of a code of the wider side.
+        long: whether there are ``LONG`` columns.
     """
     if tensor:
         # Two products with the same operand share its decoding, if registers hold both sums. Codes
         # of more than 4 bits take more registers, and small threadgroups waste fewer of them.
         each = 16 if rows > 8 and width <= 128 else 8
-        return AttendLaunch(True, each, warps=8 if bits <= 4 else 4)
+        return AttendLaunch(True, each, warps=8 if bits <= 4 and long else 4)
     most = 8 if width <= 128 else 4 if width <= 256 else 2
     each = 1
     while each < most and each < rows:
@@ -74,14 +83,15 @@ def attend_launch(tensor: bool, rows: int, width: int, bits: int) -> AttendLaunc
     return AttendLaunch(False, each, warps=4)
 
 
-def attend_splits(
-    dialect: Dialect, launch: AttendLaunch, groups: int, columns: int, beside: bool = False
-) -> int:
-    """Parts into which ``columns`` are cut where each of them takes ``groups`` threadgroups.
+def split_limits(
+    dialect: Dialect, launch: AttendLaunch, groups: int, beside: bool = False
+) -> tuple[int, int]:
+    """Parts into which the columns are cut at most, and the columns of a part at least.
 
     All parts run at the same time, as those that wait for a place would double the time.
 
     Args:
+        groups: threadgroups that each part takes.
         beside: whether there are ``groups`` more for tokens in 16 bits and sinks. They are short,
             so where parts are few they are left to run last.
     """
@@ -90,7 +100,7 @@ def attend_splits(
     wanted = launch.splits or max(1, busy // groups)
     if beside and not launch.splits and wanted >= 8:
         wanted -= 1
-    return max(1, min(wanted, -(-columns // step), MOST_PARTS - 1))
+    return min(wanted, MOST_PARTS - 1), step
 
 
 def table_copies(

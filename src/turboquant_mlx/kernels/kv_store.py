@@ -14,6 +14,7 @@ Bytes moved: the vectors once, their codes and scales once; the tables of cells 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from .dialect import Dialect
 from .kv_attend import KVSide, base_matrix, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
-from .replay import Program, traced
+from .replay import traced
 
 TRIALS = 7
 WIDEST = 768
@@ -230,48 +231,41 @@ def _template(sides: tuple[KVSide, KVSide], shift: bool, cells: int) -> list:
     ]
 
 
-def kv_store(
-    keys: mx.array,
-    values: mx.array,
-    shift: mx.array | None,
+Encoder = Callable[..., list[mx.array]]
+"""Of keys [B, Hkv, n, D], values [B, Hkv, n, Dv] and, where it was asked for, a shift
+[B, Hkv, 1, D]: codes and scales of keys and then of values, uint32 [B, Hkv, n, words] and uint8
+[.., groups]; lazy."""
+
+
+def encoder(
+    sides: tuple[KVSide, KVSide],
     dialect: Dialect,
     *,
-    sides: tuple[KVSide, KVSide],
+    shift: bool,
     facts: mx.array,
     cells: tuple[mx.array, mx.array],
-) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
-    """Code keys and values that ``why_no_kernel`` has nothing against.
+) -> Encoder:
+    """What codes keys and values that ``why_no_kernel`` has nothing against, in one launch.
 
     Args:
-        keys: [B, Hkv, n, D]. values: [B, Hkv, n, Dv]; floating.
-        shift: [B, Hkv, 1, D] taken off every key, or None.
-        dialect: of the kernel.
         sides: how keys and values are packed.
-        facts: ``constants`` of them.
+        dialect: of the kernel.
+        shift: whether something is taken off every key.
+        facts: ``constants`` of the sides.
         cells: uint8 codes of the cells, for keys and values.
-
-    Returns:
-        (codes, scales) of keys and of values: uint32 [B, Hkv, n, words], uint8 [.., groups]; lazy.
     """
-    program = _program(sides, shift is not None, cells[0].size, dialect)
-    out = program(keys, values, facts if shift is None else shift, facts, *cells)
-    return (out[0], out[1]), (out[2], out[3])
+    template = _template(sides, shift, cells[0].size)
 
-
-@lru_cache(maxsize=64)
-def _program(sides: tuple[KVSide, KVSide], shift: bool, cells: int, dialect: Dialect) -> Program:
-    """One launch, of the kernel's inputs."""
-
-    def run(*inputs: mx.array) -> list[mx.array]:
-        lead = inputs[0].shape[:3]
+    def run(keys: mx.array, values: mx.array, shift_of_keys: mx.array = facts) -> list[mx.array]:
+        lead = keys.shape[:3]
         shapes, dtypes = [], []
         for side in sides:
             shapes += [(*lead, -(-side.width * side.bits // 32)), (*lead, side.width // side.group)]
             dtypes += [mx.uint32, mx.uint8]
         return STORE.launch(
             dialect,
-            inputs,
-            template=_template(sides, shift, cells),
+            [keys, values, shift_of_keys, facts, *cells],
+            template=template,
             groups=(lead[0] * lead[1] * lead[2], 2),
             threads=256,
             shapes=shapes,

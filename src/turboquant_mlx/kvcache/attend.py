@@ -14,7 +14,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kernels import dispatch, kv_attend
+from ..kernels import dispatch
+from ..kernels.dialect import Dialect
+from ..kernels.kv_attend import KVRows, Prepared, prepare, why_no_kernel
+from ..kernels.kv_selection import LONG
 from ..quant.bfloat16 import widen
 from .codec import Array, Parts, SideCodec, bits_of, kernel_facts, kernel_sides
 from .store import PackedStore
@@ -60,25 +63,58 @@ def attend(
         return mx.fast.scaled_dot_product_attention(
             queries, *plain, scale=scale, mask=mask, sinks=sinks
         )
-    rows = kernel_rows(store)
-    if _why_no_kernel(queries, store, rows, given):
+    rows = store.token_rows()
+    causal = mask is not None and given is None
+    if given is not None or sinks is not None:
+        if given is not None:
+            given = given.reshape((1,) * (4 - given.ndim) + given.shape)
+        call = _prepared(queries, store, rows, dialect, scale, causal, given, sinks)
+    else:
+        # from token to token nothing of this changes, and asking for all of it takes long
+        key = (
+            *(queries.shape, queries.dtype, store.keys[0].shape, rows.raw, rows.columns >= LONG),
+            *(dialect, scale, causal),
+        )
+        held = store.held("attention")
+        if held is None or held[0] != key:
+            held = key, _prepared(queries, store, rows, dialect, scale, causal, None, None)
+            store.hold("attention", held)
+        call = held[1]
+    if call is None:
         return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
-    assert store.raw_keys is not None and store.raw_values is not None
+    raw = store.raw_keys, store.raw_values
+    return call(queries, store.keys, store.values, rows, *raw, store.shift, sinks, given)
+
+
+def _prepared(
+    queries: mx.array,
+    store: PackedStore,
+    rows: KVRows,
+    dialect: Dialect,
+    scale: float,
+    causal: bool,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> Prepared | None:
+    """The kernels' call, or None if they do not take it."""
+    if _why_no_kernel(queries, store, rows, mask):
+        return None
+    assert store.raw_keys is not None
     codecs = store.key_codec, store.value_codec
-    return kv_attend.kv_attend(
-        queries,
-        store.keys,
-        store.values,
+    return prepare(
+        queries.shape,
+        queries.dtype,
+        store.keys[0].shape,
         dialect,
         sides=kernel_sides(*codecs),
         facts=kernel_facts(*codecs),
         rows=rows,
         scale=scale,
-        shift=store.shift,
-        raw=(store.raw_keys, store.raw_values),
-        mask=given,
-        causal=isinstance(mask, str),
-        sinks=sinks,
+        raw_capacity=store.raw_keys.shape[2],
+        shift=store.shift is not None,
+        mask=mask,
+        causal=causal,
+        sinks=sinks is not None,
     )
 
 
@@ -87,22 +123,17 @@ def why_reference(queries: mx.array, store: PackedStore, mask: mx.array | str | 
     if dispatch.kernels_of_backend(queries.dtype) is None:
         return f"the back-end {dispatch.backend()} has no kernels for {queries.dtype}"
     given = mask if isinstance(mask, mx.array) else None
-    return _why_no_kernel(queries, store, kernel_rows(store), given)
+    return _why_no_kernel(queries, store, store.token_rows(), given)
 
 
 def _why_no_kernel(
-    queries: mx.array, store: PackedStore, rows: kv_attend.KVRows, mask: mx.array | None
+    queries: mx.array, store: PackedStore, rows: KVRows, mask: mx.array | None
 ) -> str:
     if not any(store.frozen):
         return "nothing is packed yet"
     sides = kernel_sides(store.key_codec, store.value_codec)
     codes = (store.keys[0], store.values[0])
-    return kv_attend.why_no_kernel(sides, rows, queries, codes, mask)
-
-
-def kernel_rows(store: PackedStore) -> kv_attend.KVRows:
-    """Where the tokens of each row are, for the attention kernels."""
-    return kv_attend.KVRows(store.columns, tuple(store.padding), tuple(store.raw_lengths()))
+    return why_no_kernel(sides, rows, queries, codes, mask)
 
 
 def reference(

@@ -27,6 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import dispatch, kv_store
+from ..kernels.dialect import Dialect
 from ..kernels.kv_attend import KVSide
 from ..kernels.kv_attend import constants as attend_constants
 from ..quant.bfloat16 import widen
@@ -345,13 +346,22 @@ def _encode_pair(sides: list[tuple[SideCodec, mx.array, mx.array | None]]) -> li
     dialect = dispatch.kernels_of_backend(keys.dtype)
     if dialect is None or keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3]:
         return None
-    pair = kernel_sides(key, value)
-    if kv_store.why_no_kernel(pair, keys):
+    if kv_store.why_no_kernel(kernel_sides(key, value), keys):
         return None
-    facts, cells = _store_facts(key, value)
-    return list(
-        kv_store.kv_store(keys, values, shift, dialect, sides=pair, facts=facts, cells=cells)
+    coded = kernel_encoder(key, value, shift is not None, dialect)(
+        keys, values, *(() if shift is None else (shift,))
     )
+    return [(coded[0], coded[1]), (coded[2], coded[3])]
+
+
+@lru_cache(maxsize=64)
+def kernel_encoder(
+    key: SideCodec, value: SideCodec, shift: bool, dialect: Dialect
+) -> kv_store.Encoder:
+    """The kernel that codes keys and values; ``kv_store.why_no_kernel`` must have been asked."""
+    facts, cells = _store_facts(key, value)
+    sides = kernel_sides(key, value)
+    return kv_store.encoder(sides, dialect, shift=shift, facts=facts, cells=cells)
 
 
 @lru_cache(maxsize=64)

@@ -98,7 +98,7 @@ class PackedCache:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of all keys [B, Hkv, columns, D] and values that are held."""
         store = self.store
-        return view_pair(store, *store.decoded(store.columns, for_show=True))
+        return view_pair(store, *store.decoded(store.columns))
 
     @property
     def keys(self) -> mx.array | None:

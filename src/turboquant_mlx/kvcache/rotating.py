@@ -86,7 +86,7 @@ class RotatingPackedCache(PackedCache):
 
     def _views(self, columns: int) -> tuple[mx.array, mx.array]:
         first = self.store.columns - columns
-        keys, values = self.store.decoded(self.store.columns, for_show=True)
+        keys, values = self.store.decoded(self.store.columns)
         return view_pair(self.store, keys[:, :, first:], values[:, :, first:])
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,6 +54,7 @@ class PackedStore(Layout):
         widths: D of keys and of values.
         dtype_name: of the keys and values that came in.
         version: another one after every change.
+        irregular: another one after every change but the append of columns that are all packed.
     """
 
     shift: mx.array | None = None
@@ -63,6 +65,7 @@ class PackedStore(Layout):
     widths: tuple[int, int] = (0, 0)
     dtype_name: str = ""
     version: int = 0
+    irregular: int = 0
 
     # -- facts --------------------------------------------------------------------------------
 
@@ -85,15 +88,40 @@ class PackedStore(Layout):
 
     def _codecs(self) -> tuple[SideCodec, SideCodec]:
         """Of keys and values; made once, for they are asked for several times a token."""
-        held = self.__dict__.get("_made_codecs")
+        held = self.held("codecs")
         if held is None or held[0] != (self.spec, self.widths):
             made = [
                 SideCodec.of(self.spec, side, width)
                 for side, width in zip(("key", "value"), self.widths, strict=True)
             ]
             held = ((self.spec, self.widths), (made[0], made[1]))
-            self.__dict__["_made_codecs"] = held
+            self.hold("codecs", held)
         return held[1]
+
+    def held(self, name: str) -> Any:
+        """What ``hold`` was given, or None; a copy of the store holds nothing."""
+        return self.__dict__.get("_held_" + name)
+
+    def hold(self, name: str, made: Any) -> None:
+        """Keep something that is made of the store and takes too long to make for each token."""
+        self.__dict__["_held_" + name] = made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if not k.startswith("_held_")}
+
+    def token_rows(self) -> KVRows:
+        """Where the tokens of each row are, for kernels."""
+        if self.limits is not None:
+            return KVRows(self.columns, tuple(self.padding), tuple(self.raw_lengths()))
+        held = self.held("rows")
+        if held is None or held[0] != self.irregular:
+            held = self.irregular, tuple(self.padding), tuple(self.raw_lengths())
+            self.hold("rows", held)
+        return KVRows(self.columns, held[1], held[2])
+
+    def _changed(self) -> None:
+        self.version += 1
+        self.irregular += 1
 
     def arrays(self) -> list[mx.array]:
         """Everything that takes memory."""
@@ -162,7 +190,7 @@ class PackedStore(Layout):
             return
         before = self.lengths()
         self.columns += n
-        self.version += 1
+        self._changed()
         after = self.lengths()
         self._reserve(self.columns)
         self._hold(keys, values, before_columns, before, after)
@@ -245,7 +273,8 @@ class PackedStore(Layout):
     def _write(
         self, column: int, keys: mx.array, values: mx.array, rows: slice = slice(None)
     ) -> None:
-        shift = None if self.shift is None else self.shift[rows]
+        whole = rows == slice(None)
+        shift = self.shift if self.shift is None or whole else self.shift[rows]
         end = column + keys.shape[2]
         coded = encode_sides([(self.key_codec, keys, shift), (self.value_codec, values, None)])
         for parts, new_parts in zip((self.keys, self.values), coded, strict=True):
@@ -269,25 +298,16 @@ class PackedStore(Layout):
 
     # -- what attention sees ------------------------------------------------------------------
 
-    def decoded(self, columns: int, *, for_show: bool = False) -> tuple[mx.array, mx.array]:
+    def decoded(self, columns: int) -> tuple[mx.array, mx.array]:
         """Keys and values [B, Hkv, columns, D] of the first columns in the model's dtype, lazy.
 
         Columns before a row's first token hold anything finite.
-
-        Args:
-            columns: how many.
-            for_show: it is likely that nobody will look at them. A kernel then decodes the spare
-                columns too, so that the same program does from token to token.
         """
         assert self.raw_keys is not None and self.raw_values is not None
-        raw_lengths = [min(n, columns) for n in self.raw_lengths()]
-        if any(self.frozen) and columns:
-            capacity = self.keys[0].shape[2]
-            made = self._decoded_by_kernel(raw_lengths, capacity if for_show else columns)
-            if made is not None and for_show:
-                return made[0][:, :, :columns], made[1][:, :, :columns]
-            if made is not None:
-                return made
+        rows = self.token_rows()._replace(columns=columns)
+        if any(self.frozen) and columns and (made := self._decoded_by_kernel(rows)):
+            return made
+        raw_lengths = [min(n, columns) for n in rows.raw]
         out = []
         for codec, parts, shift, raw in (
             (self.key_codec, self.keys, self.shift, self.raw_keys),
@@ -296,22 +316,23 @@ class PackedStore(Layout):
             out.append(self._decoded_side(codec, parts, shift, raw, raw_lengths, columns))
         return out[0], out[1]
 
-    def _decoded_by_kernel(
-        self, raw_lengths: list[int], columns: int
-    ) -> tuple[mx.array, mx.array] | None:
+    def _decoded_by_kernel(self, rows: KVRows) -> tuple[mx.array, mx.array] | None:
         """``decoded`` in one launch, or None where no kernel does it."""
         assert self.raw_keys is not None and self.raw_values is not None
         dialect = dispatch.kernels_of_backend(self.dtype)
-        sides = kernel_sides(self.key_codec, self.value_codec)
-        if dialect is None or kv_expand.why_no_kernel(sides, (self.keys[0], self.values[0])):
+        if dialect is None:
+            return None
+        codecs = self._codecs()
+        sides = kernel_sides(*codecs)
+        if kv_expand.why_no_kernel(sides, (self.keys[0], self.values[0])):
             return None
         return kv_expand.kv_expand(
             self.keys,
             self.values,
             dialect,
             sides=sides,
-            facts=kernel_facts(self.key_codec, self.value_codec),
-            rows=KVRows(columns, tuple(self.padding), tuple(raw_lengths)),
+            facts=kernel_facts(*codecs),
+            rows=rows,
             raw=(self.raw_keys, self.raw_values),
             shift=self.shift,
             dtype=self.dtype,
@@ -358,7 +379,7 @@ class PackedStore(Layout):
         """
         n = min(n, self.columns)
         self.columns -= n
-        self.version += 1
+        self._changed()
         return n
 
     def drop(self, column: int) -> None:
@@ -386,7 +407,7 @@ class PackedStore(Layout):
                 self.limits[r] -= n
         if all(self.frozen):
             self._shrink_raw(max(self.raw_lengths()))
-        self.version += 1
+        self._changed()
 
     def cut(self, columns: int) -> None:
         """Give back the columns that no row uses any more, and make room for so many in all."""
@@ -399,7 +420,7 @@ class PackedStore(Layout):
             )
         self.columns -= first
         self.padding = [p - first for p in self.padding]
-        self.version += 1
+        self._changed()
 
     def roll(self, right_padding: Sequence[int]) -> None:
         """Move each row right by its padding, from behind its tokens to before them."""
@@ -408,7 +429,7 @@ class PackedStore(Layout):
         self.values = tuple(_rolled(p, shifts) for p in self.values)
         self.padding = [p + r for p, r in zip(self.padding, right_padding, strict=True)]
         self.limits = None
-        self.version += 1
+        self._changed()
 
     def rows(self, keep: Sequence[int]) -> PackedStore:
         """A store of some rows, without columns that none of them uses."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
 from ..kernels.cpu_matrix import CpuMatrix
+from ..kernels.dialect import Dialect
 from ..kernels.dispatch import Backend, backend, is_traced, kernels_of
 from ..kernels.matmul import packed_matmul
 from ..kernels.matvec import joint_matvec, matvec, why_not_jointly
@@ -65,27 +68,31 @@ class TurboQuantLinear(PackedLayer):
         """
         group = self.group
         few = 0 < x.size <= MATVEC_ROWS * group.width
-        if self.training or self.use_qjl or not few or not self.group_has_kernel():
+        if not few or self.use_qjl or self.training or not self.group_has_kernel():
             return None
         dialect = kernels_of(choice, x.dtype)
         if dialect is None:
             return None
-
-        def make() -> Program:
-            weights = [layer.packed() for layer in group.layers]
-
-            def program(x: mx.array) -> list[mx.array]:
-                rotated = rotate_rows(x, group.block, group.multiplier, dialect)
-                if why_not_jointly(weights):
-                    return [matvec(rotated, weight, dialect) for weight in weights]
-                return joint_matvec(rotated, weights, dialect)
-
-            return program
-
-        # held by the first of the layers, which the group names to all of them
-        replay = group.layers[0].replay
-        outputs = group.once(x, "products", lambda: replay(group.arrays(), make, x))
+        outputs = group.recall(x, "products")
+        if outputs is None:
+            # held by the first of the layers, which the group names to all of them
+            replay = group.layers[0].replay
+            outputs = replay(group.arrays(), partial(_products, group, dialect), x)
+            group.remember(x, "products", outputs)
         return outputs[self.place]
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:
         return packed_matrix(self.packed(), self.use_qjl, keep)
+
+
+def _products(group: RotationGroup, dialect: Dialect) -> Program:
+    """The rotation of an activation and its products with the weights of all layers of a group."""
+    weights = [layer.packed() for layer in group.layers]
+
+    def program(x: mx.array) -> list[mx.array]:
+        rotated = rotate_rows(x, group.block, group.multiplier, dialect)
+        if why_not_jointly(weights):
+            return [matvec(rotated, weight, dialect) for weight in weights]
+        return joint_matvec(rotated, weights, dialect)
+
+    return program
