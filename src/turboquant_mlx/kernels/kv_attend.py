@@ -216,9 +216,9 @@ class _Plan:
     template: list
     combine: list
     combine_threads: int
-    programs: dict[tuple[int, int, int], Program] = field(default_factory=dict)
-    """By the number of partial results and the arrays that they hold; for each shape of the others
-    MLX traces them once."""
+    programs: dict[tuple, Program] = field(default_factory=dict)
+    """By the number of partial results, which arrays they are given and which ones they hold; for
+    each shape of those given MLX traces them once."""
 
 
 @lru_cache(maxsize=256)
@@ -337,7 +337,7 @@ class Prepared:
         meta = meta_of(rows, splits, self.capacity, self.raw_capacity, self.strides)
         parts = splits + self.special
         # one program serves all layers whose codecs are alike
-        key = parts, id(self.facts), id(self.factor)
+        key = parts, self.present, id(self.facts), id(self.factor)
         program = self.plan.programs.get(key)
         if program is None:
             program = traced(partial(_run, self, parts))
