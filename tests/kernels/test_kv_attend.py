@@ -445,3 +445,27 @@ def test_what_is_kept_from_token_to_token_follows_every_change_of_the_store(dial
                 got = attend(q, store, scale=scale, mask=mask)
                 assert mx.array_equal(got, attend(q, bare, scale=scale, mask=mask))
             assert mx.array_equal(store.decoded(store.columns)[0], bare.decoded(store.columns)[0])
+
+
+def test_a_traced_program_is_given_the_arrays_that_it_takes(monkeypatch):
+    """On a GPU programs are traced once and shared; here nothing but the tracing happens."""
+
+    def build(kernel: Kernel, dialect: str):
+        def call(inputs, output_shapes, output_dtypes, **launch):
+            assert len(inputs) == len(kernel.inputs)
+            made = zip(output_shapes, output_dtypes, strict=True)
+            return mx.depends([mx.zeros(*one) for one in made], list(inputs))
+
+        return call
+
+    monkeypatch.setattr(Kernel, "build", build)
+    q, sinks = random(1, 4, 1, 64, seed=3, dtype=mx.float16), random(4, seed=4)
+    for dialect, min_tokens, sink, kind in itertools.product(
+        ["cuda", "metal"], [0, 3], [None, sinks], ["none", "bool", "additive"]
+    ):
+        store = filled(KVSpec(3, 4, min_tokens=min_tokens), (0,), 60, 2, 64)
+        with force_backend(dialect):
+            for _ in range(2):
+                out = attend(q, store, scale=0.1, mask=mask_of(kind, store, 4, 1), sinks=sink)
+                assert mx.array_equal(out, mx.zeros(q.shape, q.dtype))
+                store.append(q[:, :2], q[:, 2:])
