@@ -10,6 +10,8 @@ a GPU's second-level cache holds. Every figure is a median. ``x fp16`` is how ma
 
     python scripts/bench_attention.py             all contexts, batch 1 and 8
     python scripts/bench_attention.py --quick     4k, 32k and 131k, K3/V4 and K4/V4
+    python scripts/bench_attention.py --affine    also mlx-lm's cache of 8 and 4 bits, for whose
+                                                  products MLX compiles some minutes on CUDA
     python scripts/bench_attention.py --sweep     which launch is the best for each context
 
 The last line is JSON.
@@ -98,7 +100,7 @@ def random_store(
 def kernel_seconds(attention: Attention, q: mx.array, caches: list) -> float:
     """Per call in a graph where each needs the one before it."""
     order = list(itertools.islice(itertools.cycle(caches), max(CALLS, len(caches))))
-    # compiling helps the host, and MLX takes minutes for it with quantized attention
+    # compiling helps the host alone
     traced = (lambda function: function) if has_gpu_clock() else mx.compile
 
     @traced
@@ -154,7 +156,7 @@ def packed_attention(q: mx.array, store: PackedStore) -> mx.array:
 
 
 def candidates(
-    batch: int, columns: int, widths: list[tuple[int, int]]
+    batch: int, columns: int, widths: list[tuple[int, int]], with_affine: bool
 ) -> list[tuple[str, Attention, Callable[[], Any], int]]:
     """Name, attention, maker of a cache, bytes of one."""
     numbers = 2 * batch * KV_HEADS * columns * WIDTH
@@ -165,8 +167,7 @@ def candidates(
         size = batch * KV_HEADS * columns * KVSpec(*bits_kv).token_bytes(WIDTH)
         make = partial(random_store, bits_kv, batch, columns)
         found.append((f"K{bits_kv[0]}/V{bits_kv[1]}", packed_attention, make, size))
-    # last: on CUDA a run has been seen to end here by a limit of a minute
-    for bits in (8, 4):
+    for bits in (8, 4) if with_affine else ():
         size = numbers * bits // 8 + numbers // 64 * 4
         make = partial(affine, bits, batch, columns)
         found.append((f"affine{bits}", affine_attention(bits), make, size))
@@ -195,7 +196,9 @@ def caches_of(make: Callable[[], Any], n_bytes: int) -> list:
     return [make() for _ in range(max(1, min(MOST_COPIES, -(-CACHE_BYTES // n_bytes))))]
 
 
-def measure(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> list[dict]:
+def measure(
+    contexts: dict[int, list[int]], widths: list[tuple[int, int]], with_affine: bool
+) -> list[dict]:
     results = []
     for bits in widths:
         print(f"K{bits[0]}/V{bits[1]}: error {check(bits, 2):.1e}")
@@ -207,7 +210,7 @@ def measure(contexts: dict[int, list[int]], widths: list[tuple[int, int]]) -> li
         q = mx.random.normal((batch, HEADS, 1, WIDTH)).astype(mx.float16)
         for columns in lengths:
             fp16 = 0.0
-            for name, attention, make, n_bytes in candidates(batch, columns, widths):
+            for name, attention, make, n_bytes in candidates(batch, columns, widths, with_affine):
                 caches = caches_of(make, n_bytes)
                 kernel = kernel_seconds(attention, q, caches)
                 called = called_seconds(attention, q, caches)
@@ -313,6 +316,7 @@ def command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three contexts, two widths")
     parser.add_argument("--sweep", action="store_true", help="which launch is best")
+    parser.add_argument("--affine", action="store_true", help="also mlx-lm's quantized caches")
     arguments = parser.parse_args(argv)
     machine = describe_machine()
     print(f"{machine}; kernel times by {clock()}")
@@ -321,7 +325,7 @@ def command(argv: Sequence[str] | None) -> int:
     if arguments.sweep:
         results = sweep(contexts, [WIDTHS[0]] if arguments.quick else WIDTHS)
     else:
-        results = measure(contexts, widths)
+        results = measure(contexts, widths, arguments.affine)
     print(
         json.dumps(
             {
