@@ -40,7 +40,7 @@ step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check .
 step "mypy" mypy --no-error-summary
 # a file's tests share fixtures, so they stay together
-step "pytest" pytest -n auto --maxprocesses 4 --dist loadfile "${markers[@]+"${markers[@]}"}" "$@"
+step "pytest" pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "${markers[@]+"${markers[@]}"}" "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}" >&2
