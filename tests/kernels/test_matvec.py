@@ -23,7 +23,15 @@ from kernel_cases import (
     spec_of,
 )
 from turboquant_mlx.kernels.matmul import packed_matmul
-from turboquant_mlx.kernels.matvec import gather_matvec, joint_matvec, matvec, why_not_jointly
+from turboquant_mlx.kernels.matvec import (
+    JOINT_MATVEC,
+    MATVEC,
+    gather_matvec,
+    joint_matvec,
+    matvec,
+    plan,
+    why_not_jointly,
+)
 from turboquant_mlx.kernels.selection import Launch
 from turboquant_mlx.kernels.unpack import why_no_kernel
 from turboquant_mlx.layers.rotation_group import RotationGroup
@@ -217,6 +225,126 @@ def test_what_kernels_cannot_read_goes_the_portable_way(spec, width, reason):
         mx.eval(y)
     expected = as_double(x) @ dense(weight).T
     assert mx.allclose(y, mx.array(expected.astype("float32")), rtol=1e-2, atol=1e-2)
+
+
+on_cuda = pytest.mark.skipif("cuda" not in dialects(), reason="a body for CUDA alone")
+
+# Matrix units that multiply tiles of sixteen outputs by all rows of activations.
+TILES = [
+    # code, group, layout, tile, dtype, rows, outputs, launch, width
+    ((3, 8), 128, "log8", 0, mx.float16, 8, 37, Launch(16, 1, 2), 384),
+    ((3, 8), 384, "float16", 0, mx.bfloat16, 5, 70, Launch(32, 2, 4), 384),
+    ((3, 8), 64, "log8", 96, mx.float16, 3, 7, Launch(16, 8, 8), 384),
+    ((3, 8), 1024, "log8", 0, mx.float16, 6, 16, Launch(16, 4, 4), 2048),
+    ((2, 8), 32, "log8", 96, mx.float16, 3, 70, Launch(32, 4, 4), 384),
+    ((4, 8), 1024, "log8", 0, mx.bfloat16, 8, 33, Launch(32, 1, 1), 2048),
+    ((3, 3), 64, "float16", 0, mx.bfloat16, 5, 37, Launch(16, 2, 4), 320),
+    ((3, 3), 128, "log8", 0, mx.float16, 8, 100, Launch(64, 2, 4), 384),
+    ((3, 3), 32, "float16", 0, mx.float16, 7, 1, Launch(16, 1, 4), 96),
+    ((2, 2), 64, "float16", 0, mx.float16, 4, 40, Launch(32, 1, 2), 192),
+    ((4, 4), 384, "log8", 0, mx.float16, 2, 17, Launch(16, 4, 8), 384),
+    ((1, 1), 64, "log8", 0, mx.bfloat16, 1, 50, Launch(16, 8, 8), 384),
+]
+
+
+@on_cuda
+@pytest.mark.parametrize("case", TILES, ids=lambda case: "-".join(map(str, case)))
+def test_tiles_of_outputs_by_all_rows_of_activations(case):
+    code, group, layout, tile, dtype, rows, outputs, launch, width = case
+    launches: list[str] = []
+    with counting(launches):
+        check("cuda", code, group, layout, tile, dtype, rows, outputs, launch, width)
+    assert launches == [MATVEC.tensor_rows.name]
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    "code, rows, outputs, launch",
+    [
+        ((3, 8), 5, (70, 9), Launch(16, 2, 4)),
+        ((3, 3), 8, (8, 200, 8), Launch(32, 1, 2)),
+        ((4, 4), 3, (64, 16, 133), None),
+    ],
+)
+def test_tiles_of_matrices_that_read_one_input(code, rows, outputs, launch):
+    launches: list[str] = []
+    with counting(launches):
+        check_together("cuda", code, 128, "log8", mx.bfloat16, rows, outputs, launch)
+    assert launches == [JOINT_MATVEC[len(outputs)].tensor_rows.name]
+
+
+@on_cuda
+def test_tiles_of_experts():
+    """Not by themselves, for an expert has one row; but a launch may say so."""
+    stack = packed(QuantSpec(bits=3, window_bits=8, group_size=128), 3, 40, 384)
+    experts = mx.array([2, 0], mx.uint32)
+    x = activation(2, 384, dtype=mx.float16)
+    with running("cuda"):
+        y = gather_matvec(x, stack, experts, "cuda", launch=Launch(16, 2, 4))
+        mx.eval(y)
+    weights = dense(stack)
+    expected = np.stack([as_double(x)[i] @ weights[e].T for i, e in enumerate((2, 0))])
+    typical = np.linalg.norm(weights[[2, 0]]) * np.linalg.norm(as_double(x)) / 384**0.5
+    assert np.linalg.norm(as_double(y) - expected) <= 2.0**-10 * typical
+
+
+@on_cuda
+def test_tiles_of_activations_that_begin_anywhere_in_memory():
+    weight = packed(QuantSpec(bits=4, group_size=64), 9, 64)
+    x = activation(1, 3 * 64 + 3, dtype=mx.float16).reshape(-1)
+    mx.eval(x)
+    rows = x[3:].reshape(3, 64)
+    with running("cuda"):
+        y = matvec(rows, weight, "cuda", launch=Launch(16, 1, 4))
+        mx.eval(y)
+    assert_product(y, rows, weight)
+
+
+@on_cuda
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
+def test_tiles_take_levels_of_any_size(size):
+    weight = packed(QuantSpec(bits=3, window_bits=8, group_size=64), 16, 192)
+    weight.table = weight.table * size
+    x = activation(4, 192, dtype=mx.float16)
+    with running("cuda"):
+        y = matvec(x, weight, "cuda", dtype=mx.float32, launch=Launch(16, 2, 4))
+        mx.eval(y)
+    expected = as_double(x) @ dense(weight).T
+    assert np.linalg.norm(as_double(y) - expected) <= 2.0**-11 * np.linalg.norm(expected)
+
+
+def body_of(code, rows, dtype=mx.float16, dialect="cuda", launch=None, **more) -> str:
+    spec = spec_of(code, **{"group_size": 64, **more})
+    return plan(spec, (4096,), 4096, rows, dtype, dtype, dialect, launch).body
+
+
+def test_several_rows_go_through_tiles_where_these_can_be():
+    for code in ((2, 2), (3, 3), (3, 8), (4, 8)):
+        assert [body_of(code, rows) for rows in (1, 2, 3, 8)] == [
+            *["tensor"] * 2,
+            *["tensor_rows"] * 2,
+        ]
+        assert body_of(code, 8, mx.float32) == "multiply"
+        assert body_of(code, 8, dialect="metal") == "multiply"
+        assert body_of(code, 8, group_size=16) == "multiply"  # four lanes have two scales
+        assert body_of(code, 8, launch=Launch(8, 1, 4)) == "tensor"
+        assert body_of(code, 1, launch=Launch(16, 1, 4)) == "tensor_rows"
+    assert body_of((5, 5), 8) == body_of((3, 12), 8) == "multiply"
+    assert body_of("ternary", 8) == "ternary"
+
+
+def test_a_group_is_scaled_once_where_no_warp_gets_more_to_do_for_it():
+    def span(width, split):
+        spec = QuantSpec(bits=3, window_bits=8, group_size=1024)
+        launch = Launch(16, split, 8)
+        made = plan(spec, (64,), width, 8, mx.float16, mx.float16, "cuda", launch)
+        return dict(made.template)["SPAN"]
+
+    # steps of 4 x 32 weights, eight to a group
+    assert [span(4096, split) for split in (1, 4, 8)] == [4, 4, 4]
+    assert span(2048, 8) == 2
+    assert span(1024, 8) == 1
+    assert span(15360, 8) == 1  # 120 steps, 15 of each warp
 
 
 TOGETHER = {

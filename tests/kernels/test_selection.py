@@ -8,11 +8,13 @@ from turboquant_mlx.kernels.selection import (
     MATVEC_LAUNCHES,
     MATVEC_ROWS,
     TABLE_BYTES,
+    TILE_LAUNCHES,
     Launch,
     launch_by_rule,
     matvec_launch,
     size_class,
     table_copies,
+    tile_launch,
 )
 
 DIALECTS = ["metal", "cuda"]
@@ -61,7 +63,7 @@ def test_tables_fit_their_memory(dialect, entries):
 
 
 def test_the_table_holds_launches_that_a_kernel_takes():
-    for lines in MATVEC_LAUNCHES.values():
+    for lines in (*MATVEC_LAUNCHES.values(), TILE_LAUNCHES):
         for (codec, size), choices in lines.items():
             assert codec in ("scalar", "trellis", "ternary")
             assert size in ("small", "middle", "wide", "large", "huge")
@@ -80,6 +82,42 @@ def test_the_table_goes_before_the_rule(monkeypatch):
     assert matvec_launch("metal", "scalar", 4096, 4096, 3, 16) == line[8]
     rule = launch_by_rule("metal", 4096, 4096, 1, 16)
     assert matvec_launch("metal", "trellis", 4096, 4096, 1, 16) == rule
+
+
+@pytest.mark.parametrize("codec", ["scalar", "trellis"])
+@pytest.mark.parametrize("step", [32, 64, 128])
+def test_a_launch_of_tiles_fits_its_kernel(codec, step):
+    for outputs in (1, 64, 1024, 4096, 14336, 128256):
+        for width in (128, 576, 4096, 14336):
+            check_tiles(tile_launch(codec, outputs, width, 8, step), width, step)
+
+
+def check_tiles(launch, width, step):
+    assert launch.outputs in (16, 32, 64)
+    assert launch.split & (launch.split - 1) == 0, "a power of two"
+    assert launch.warps % launch.split == 0
+    assert launch.warps * 32 <= 1024
+    assert launch.split == 1 or launch.split * step <= width, "no warp is idle"
+    assert launch.outputs * launch.warps <= 512, "sums that shared memory holds beside the table"
+
+
+def test_launches_of_tiles_that_were_measured():
+    for choices in TILE_LAUNCHES.values():
+        for launch in choices.values():
+            check_tiles(launch, 2**14, 32)
+
+
+def test_tiles_of_a_table_fit_smaller_weights(monkeypatch):
+    monkeypatch.setitem(TILE_LAUNCHES, ("scalar", "small"), {8: Launch(32, 8, 8)})
+    assert tile_launch("scalar", 1024, 4096, 5, 64) == Launch(32, 8, 8)
+    assert tile_launch("scalar", 20, 4096, 5, 64) == Launch(16, 8, 8)
+    assert tile_launch("scalar", 1024, 256, 5, 64) == Launch(32, 4, 8)
+
+
+def test_few_tiles_are_shared_along_the_input():
+    small, large = (tile_launch("scalar", n, 4096, 8, 64) for n in (4096, 128256))
+    assert small.split > large.split
+    assert small.outputs <= large.outputs
 
 
 def test_classes_of_sizes():

@@ -30,10 +30,11 @@ import mlx.core as mx
 
 from ..quant.packed import PackedWeight
 from ..quant.spec import QuantSpec
-from . import ternary, unpack
+from . import selection, ternary, unpack
 from .dialect import Dialect, Kernel
-from .matvec_bodies import MULTIPLY, TENSOR, TERNARY
-from .selection import Launch, codec_of, matvec_launch, table_copies
+from .kv_dialect import kv_kernel
+from .matvec_bodies import MULTIPLY, TENSOR, TENSOR_ROWS, TERNARY
+from .selection import Launch, codec_of, matvec_launch, table_copies, tile_launch
 
 _DENSE = """
   // constant subscripts: CUDA passes shapes by value, and any others cost a chain of selections
@@ -104,15 +105,17 @@ class Kernels:
     Attributes:
         multiply: by multiply-adds.
         tensor: by matrix units (CUDA only).
+        tensor_rows: by matrix units, tiles of outputs by rows of activations (CUDA only).
         ternary: of ternary digits.
     """
 
     multiply: Kernel
     tensor: Kernel
+    tensor_rows: Kernel
     ternary: Kernel
 
 
-Body = Literal["multiply", "tensor", "ternary"]
+Body = Literal["multiply", "tensor", "tensor_rows", "ternary"]
 
 
 def _kernels(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes: str) -> Kernels:
@@ -122,6 +125,7 @@ def _kernels(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], sizes
     return Kernels(
         Kernel(name, inputs, outputs, with_sizes(MULTIPLY)),
         Kernel(f"{name}_tensor", inputs, outputs, with_sizes(TENSOR)),
+        kv_kernel(f"{name}_tensor_rows", inputs, outputs, with_sizes(TENSOR_ROWS)),
         Kernel(
             f"{name}_ternary",
             inputs,
@@ -169,10 +173,35 @@ def check_width(x: mx.array, width: int) -> None:
 TENSOR_DTYPES = (mx.float16, mx.bfloat16)
 
 
+def _has_pairs(spec: QuantSpec) -> bool:
+    """Whether the bodies for matrix units know how to look these codes up."""
+    return spec.code != "ternary" and spec.bits <= 4 and spec.window_bits in (spec.bits, 8)
+
+
 def _suits_tensor(spec: QuantSpec, width: int, unit: int) -> bool:
     """Whether the matrix units can take these weights: four lanes must share a scale."""
-    known = spec.bits <= 4 and spec.window_bits in (spec.bits, 8)
-    return known and spec.group_size % (4 * unit) == 0 and width % (4 * unit) == 0
+    return _has_pairs(spec) and spec.group_size % (4 * unit) == 0 and width % (4 * unit) == 0
+
+
+def _unit_of_tiles(spec: QuantSpec) -> int:
+    """UNIT of a kernel of tiles, or 0 if these weights do not suit it.
+
+    Four lanes' units must share a scale, and no tile of the code may cut one.
+    """
+    unit = selection.TILE_UNIT if _has_pairs(spec) else 0
+    while unit >= 8:
+        if spec.group_size % (4 * unit) == 0 and spec.tile % unit == 0:
+            return unit
+        unit //= 2
+    return 0
+
+
+def _span_of_tiles(group_steps: int, steps: int, split: int) -> int:
+    """Steps that are scaled together, of ``group_steps`` in a group; no warp gets more for it."""
+    for span in (4, 2):
+        if group_steps % span == 0 and -(-steps // span // split) * span == -(-steps // split):
+            return span
+    return 1
 
 
 @dataclass(frozen=True)
@@ -204,7 +233,8 @@ def plan(
         outputs: of each matrix.
         dtype_of_x: of the activations.
         dtype: of the results.
-        launch: how to spread it, default ``selection.matvec_launch``.
+        launch: how to spread it, default ``selection.matvec_launch`` or, for several rows on
+            CUDA, ``selection.tile_launch``. Sixteen outputs or more mean tiles where they can be.
         entries: how many products of this kind there are in the launch.
     """
     unit = unpack.unit_of(spec, width)
@@ -217,13 +247,21 @@ def plan(
             size = 8  # their activations must fit into registers
         if rows == 1 and spec.group_size % (32 * size) == 0:
             span = spec.group_size // (32 * size)
+    codec, total = codec_of(spec), sum(outputs)
+    units_of_16_bits = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES
+    tiles = _unit_of_tiles(spec) if units_of_16_bits else 0
+    if launch is None and tiles and rows >= selection.TILE_ROWS:
+        launch = tile_launch(codec, total, width, rows, 4 * tiles)
     if launch is None:
-        codec, total = codec_of(spec), sum(outputs)
         launch = matvec_launch(dialect, codec, total, width, rows, size * span, entries)
-    copies = table_copies(dialect, unit.table_bytes, unit.most_copies)
-    tensor = dialect == "cuda" and dtype_of_x in TENSOR_DTYPES and launch.outputs > 1
-    if body == "multiply" and tensor and _suits_tensor(spec, width, size):
+    if tiles and launch.outputs >= 16:
+        body, size = "tensor_rows", tiles
+        steps = width // (4 * size)
+        span = _span_of_tiles(spec.group_size // (4 * size), steps, launch.split)
+    elif units_of_16_bits and launch.outputs > 1 and _suits_tensor(spec, width, size):
         body = "tensor"
+    copies = table_copies(dialect, unit.table_bytes, unit.most_copies)
+    if body in ("tensor", "tensor_rows"):
         # entries are words: one level or two of 16 bits
         paired = not spec.is_trellis
         copies = table_copies(dialect, unit.table_bytes // (2 if paired else 1), 32)

@@ -2,7 +2,7 @@
 
 A body is SIZES (which differs between the kernels), a table, and for each step of a warp the words
 of R outputs (STEP) and what is done with them; at the end the sums are added over the lanes. There
-are two ways to multiply:
+are three ways to multiply:
 
 * MULTIPLY: float32 multiply-adds, for Metal and CUDA and all dtypes.
 * TENSOR: the matrix units of an NVIDIA GPU. An instruction multiplies two outputs' weights of a
@@ -12,6 +12,14 @@ are two ways to multiply:
   is low, for the matrix units would idle otherwise, and it takes an eighth of the instructions. The
   levels, divided by a power of two, and the activations are in the dtype of the activation, sums in
   float32.
+* TENSOR_ROWS: the same units for several activations. An instruction's rows are sixteen outputs and
+  its columns eight rows of activations, so all its products count, and eight activations take as
+  many instructions as one. Lane 4 g + q decodes outputs g and g + 8 and reads row g of the
+  activations, both in the q-th of four neighbouring units: which place along the input is which
+  does not matter where both operands agree. So codes are read from eight rows at once, by four
+  lanes each. The instruction adds up the four units, which must have one scale, hence the condition
+  on groups (``matvec._unit_of_tiles``). A lane fetches the next step's codes before it looks up
+  this one's.
 
 TERNARY takes words of ternary digits instead (``ternary.MULTIPLY``).
 """
@@ -175,17 +183,20 @@ _TENSOR_TABLE = """
   // the power of two next below; 1 for a table of zeros
   const uint exponent = __float_as_uint(largest) & 0x7f800000u;
   const float power = exponent == 0u ? 1.0f : __uint_as_float(exponent);
-  for (uint i = tq_tid; i < uint(ENTRIES * COPIES); i += uint(WARPS * 32)) {
-    const uint entry = i / uint(COPIES);
+  const float inverse = 1.0f / power;
+  constexpr int BESIDE = COPIES < 4 ? COPIES : 4;  // copies that one store writes
+  for (uint i = tq_tid; i < uint(ENTRIES * COPIES / BESIDE); i += uint(WARPS * 32)) {
+    const uint entry = i / uint(COPIES / BESIDE);
+    uint levels;
     if (PER_ENTRY == 2) {
       const uint low = entry & ((1u << BITS) - 1u);
-      lut[i] = tq_narrow(x, TQ_LEVEL(low) / power, TQ_LEVEL(entry >> BITS) / power);
+      levels = tq_narrow(x, TQ_LEVEL(low) * inverse, TQ_LEVEL(entry >> BITS) * inverse);
     } else {
-      lut[i] = tq_narrow(x, TQ_LEVEL(entry) / power, 0.0f);
+      levels = tq_narrow(x, TQ_LEVEL(entry) * inverse, 0.0f);
     }
+    TQ_UNROLL for (int c = 0; c < BESIDE; ++c) lut[i * uint(BESIDE) + uint(c)] = levels;
   }
   TQ_SYNC();
-  const uint copy = tq_lane % uint(COPIES);
 """
 
 _SPAN_OF_TILES = """
@@ -207,6 +218,38 @@ _READ_PAIR_OF_SCALES = (
 """
 )
 
+# From `code[WORDS]`, `weights[h]`: the levels of a unit, two in a word.
+# TQ_LOOK(word, shift, bits): the entry of the table that a field of a word names.
+_LOOK_UP = (
+    unpack.FLUSH
+    + """
+      if (TRELLIS) {
+        uint value[UNIT];
+        TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
+          TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
+            const uint shifted = TQ_FUNNEL(
+                flush[from * BITS / 32], flush[from * BITS / 32 + 1], uint(from * BITS % 32));
+            TQ_UNROLL for (int j = 0; j < REACH; ++j) {
+              if (from + j * PERIOD < UNIT) {
+                value[from + j * PERIOD] = TQ_LOOK(shifted, 8 * j * STRIDE, 8);
+              }
+            }
+          }
+        }
+        TQ_UNROLL for (int i = 0; i < UNIT; i += 2) {
+          weights[h][i / 2] = __byte_perm(value[i], value[i + 1], 0x5410u);
+        }
+      } else {
+        TQ_UNROLL for (int i = 0; i < UNIT; i += 2) {
+          const bool whole = i * BITS % 32 + 2 * BITS <= 32;
+          const uint key = whole ? flush[i * BITS / 32]
+              : TQ_FUNNEL(flush[i * BITS / 32], flush[i * BITS / 32 + 1], uint(i * BITS % 32));
+          weights[h][i / 2] = TQ_LOOK(key, whole ? i * BITS % 32 : 0, 2 * BITS);
+        }
+      }
+"""
+)
+
 _TENSOR = (
     """
     uint inputs[M * UNIT / 2];
@@ -223,34 +266,8 @@ _TENSOR = (
       uint code[WORDS];
       TQ_UNROLL for (int j = 0; j < WORDS; ++j) code[j] = codes_of[(r + h) * WORDS + j];
 """
-    + unpack.FLUSH
+    + _LOOK_UP
     + """
-      if (TRELLIS) {
-        uint value[UNIT];
-        TQ_UNROLL for (int phase = 0; phase < PERIOD; ++phase) {
-          TQ_UNROLL for (int from = phase; from < UNIT; from += PERIOD * REACH) {
-            const uint shifted = TQ_FUNNEL(
-                flush[from * BITS / 32], flush[from * BITS / 32 + 1], uint(from * BITS % 32));
-            TQ_UNROLL for (int j = 0; j < REACH; ++j) {
-              if (from + j * PERIOD < UNIT) {
-                value[from + j * PERIOD] =
-                    TQ_PICK_WORD(lut, shifted, 8 * j * STRIDE, 8, COPIES, copy);
-              }
-            }
-          }
-        }
-        TQ_UNROLL for (int i = 0; i < UNIT; i += 2) {
-          weights[h][i / 2] = __byte_perm(value[i], value[i + 1], 0x5410u);
-        }
-      } else {
-        TQ_UNROLL for (int i = 0; i < UNIT; i += 2) {
-          const bool whole = i * BITS % 32 + 2 * BITS <= 32;
-          const uint key = whole ? flush[i * BITS / 32]
-              : TQ_FUNNEL(flush[i * BITS / 32], flush[i * BITS / 32 + 1], uint(i * BITS % 32));
-          weights[h][i / 2] =
-              TQ_PICK_WORD(lut, key, whole ? i * BITS % 32 : 0, 2 * BITS, COPIES, copy);
-        }
-      }
       }
       if (SPAN > 1) {
         TQ_UNROLL for (int m = 0; m < M; ++m) {
@@ -303,10 +320,139 @@ _TENSOR = (
 TENSOR = (
     _SIZES
     + _TENSOR_TABLE
-    + "  const bool odd = ((tq_lane >> 2) & 1u) != 0u;\n"
+    + """
+  const uint copy = tq_lane % uint(COPIES);
+#define TQ_LOOK(word, shift, bits) TQ_PICK_WORD(lut, word, shift, bits, COPIES, copy)
+  const bool odd = ((tq_lane >> 2) & 1u) != 0u;
+"""
     + _STEP.replace("    TQ_START_SPAN\n", _SPAN_OF_TILES)
     + _TENSOR
     + _FINISH
 )
+
+_ROWS_SIZES = (
+    unpack.CONSTANTS
+    + """
+  constexpr int TILES = R / 16;
+  constexpr int HALVES = 2 * TILES;           // outputs that a lane decodes
+  constexpr int SUMS = 2 * HALVES;            // of each output, two rows of activations
+  constexpr int PARTIALS = SPLIT > 1 ? WARPS * SUMS * 32 : 1;
+  TQ_FIND_SIZES
+  const uint width = groups * uint(GROUP);
+  const uint steps = width / uint(4 * UNIT);
+"""
+)
+
+# Codes do not depend on the table, so the first are on their way while it is made.
+_ROWS_FETCH = (
+    """
+  TQ_SHARED(float, partial, PARTIALS);
+  const uint part = tq_warp % uint(SPLIT);
+  const uint first = (block * uint(WARPS / SPLIT) + tq_warp / uint(SPLIT)) * uint(R);
+  const uint of_four = tq_lane & 3u;
+  const uint of_eight = tq_lane >> 2;
+  // columns beyond the activations repeat the last one, and nobody reads them
+  const uint row = first_row + (of_eight < uint(ROWS) ? of_eight : uint(ROWS - 1));
+
+  uint output[HALVES];
+  TQ_UNROLL for (int i = 0; i < HALVES; ++i) {
+    const uint o = first + uint(8 * i) + of_eight;
+    output[i] = matrix + (o < outputs ? o : outputs - 1u);
+  }
+  uint fetched[HALVES * WORDS];
+  auto fetch = [&](uint step) {
+    const uint at = step * 4u + of_four;
+"""
+    + unpack.FIND_WORDS
+    + """
+    TQ_UNROLL for (int i = 0; i < HALVES; ++i) {
+      TQ_UNROLL for (int j = 0; j < WORDS; ++j) {
+        fetched[i * WORDS + j] = codes[int(output[i]) * words + place[j]];
+      }
+    }
+  };
+  if (part * uint(SPAN) < steps) fetch(part * uint(SPAN));
+"""
+)
+
+_ROWS_STEPS = (
+    """
+  TQ_TABLE(levels_of, lut + tq_lane % uint(COPIES));
+#define TQ_LOOK(word, shift, bits) TQ_PICK(levels_of, word, shift, bits, COPIES)
+  float sum[SUMS];
+  float tile[SUMS];
+  TQ_UNROLL for (int i = 0; i < SUMS; ++i) sum[i] = tile[i] = 0.0f;
+  uint step = part * uint(SPAN);
+  while (step < steps) {
+    const bool ends = SPAN == 1 || step % uint(SPAN) == uint(SPAN - 1);
+    const uint next = ends ? step + uint((SPLIT - 1) * SPAN + 1) : step + 1u;
+    const uint at = step * 4u + of_four;
+    const uint gap = at * uint(OWN) & 31u;
+    uint codes_of[HALVES * WORDS];
+    TQ_UNROLL for (int i = 0; i < HALVES * WORDS; ++i) codes_of[i] = fetched[i];
+    if (next < steps) fetch(next);
+    S stored[HALVES];
+    if (ends) {
+      TQ_UNROLL for (int i = 0; i < HALVES; ++i) {
+        stored[i] = scales[output[i] * groups + step * uint(4 * UNIT) / uint(GROUP)];
+      }
+    }
+    uint inputs[UNIT / 2];
+    tq_read_pairs<UNIT>(inputs, x + row * width + at * uint(UNIT));
+    TQ_UNROLL for (int t = 0; t < TILES; ++t) {
+      uint weights[2][UNIT / 2];
+      TQ_UNROLL for (int h = 0; h < 2; ++h) {
+      uint code[WORDS];
+      TQ_UNROLL for (int j = 0; j < WORDS; ++j) code[j] = codes_of[(2 * t + h) * WORDS + j];
+"""
+    + _LOOK_UP
+    + """
+      }
+      TQ_UNROLL for (int i = 0; i < UNIT / 2; i += 2) {
+        tq_tensor(x, tile + 4 * t, weights[0][i], weights[1][i], weights[0][i + 1],
+            weights[1][i + 1], inputs[i], inputs[i + 1]);
+      }
+    }
+    if (ends) {
+      TQ_UNROLL for (int i = 0; i < HALVES; ++i) {
+"""
+    + unpack.READ_SCALE.replace("scales[where]", "stored[i]")
+    + """
+        sum[2 * i] += scale * tile[2 * i];
+        sum[2 * i + 1] += scale * tile[2 * i + 1];
+        tile[2 * i] = tile[2 * i + 1] = 0.0f;
+      }
+    }
+    step = next;
+  }
+"""
+)
+
+# Sum i of a lane is of output 8 (i / 2) + of_eight and row 2 of_four + i % 2.
+_ROWS_FINISH = """
+  if (SPLIT > 1) {
+    TQ_UNROLL for (int i = 0; i < SUMS; ++i) {
+      partial[(tq_warp * uint(SUMS) + uint(i)) * 32u + tq_lane] = sum[i];
+    }
+    TQ_SYNC();
+    for (uint i = part; i < uint(SUMS); i += uint(SPLIT)) {
+      float total = 0.0f;
+      TQ_UNROLL for (int p = 0; p < SPLIT; ++p) {
+        total += partial[((tq_warp - part + uint(p)) * uint(SUMS) + i) * 32u + tq_lane];
+      }
+      const uint o = first + i / 2u * 8u + of_eight;
+      const uint m = of_four * 2u + i % 2u;
+      if (o < outputs && m < uint(ROWS)) y[(out_row + m) * outputs + o] = T(total * power);
+    }
+  } else {
+    TQ_UNROLL for (int i = 0; i < SUMS; ++i) {
+      const uint o = first + uint(i / 2 * 8) + of_eight;
+      const uint m = of_four * 2u + uint(i % 2);
+      if (o < outputs && m < uint(ROWS)) y[(out_row + m) * outputs + o] = T(sum[i] * power);
+    }
+  }
+"""
+
+TENSOR_ROWS = _ROWS_SIZES + _ROWS_FETCH + _TENSOR_TABLE + _ROWS_STEPS + _ROWS_FINISH
 
 TERNARY = _COUNTS + ternary.MULTIPLY + _FINISH

@@ -52,7 +52,8 @@ class Launch:
     """How a matvec is spread over a GPU.
 
     Attributes:
-        outputs: rows of the weight that one warp computes together, a power of two.
+        outputs: rows of the weight that one warp computes together, a power of two. On CUDA 16 or
+            more are tiles, see ``TILE_ROWS``, where activation and weight suit.
         split: warps that share these rows along the input, a power of two.
         warps: warps in a threadgroup, a multiple of ``split``.
     """
@@ -89,6 +90,26 @@ MATVEC_LAUNCHES: dict[Dialect, dict[tuple[Codec, SizeClass], dict[int, Launch]]]
     # Nothing has been measured on Apple silicon.
     "metal": {},
 }
+
+
+TILE_ROWS = 3
+"""Rows of activations from which on a warp of CUDA multiplies tiles of sixteen outputs by all of
+them at once (``matvec_bodies``, TENSOR_ROWS). Unmeasured."""
+
+TILE_UNIT = 32
+"""Weights that a lane of a tile decodes at a time, at most: 32 take 80 registers for a trellis code
+and one tile, 16 take 56 but more loads. Unmeasured."""
+
+TILE_LAUNCHES: dict[tuple[Codec, SizeClass], dict[int, Launch]] = {}
+"""Launches of tiles, as ``MATVEC_LAUNCHES``; what is not here goes by ``tile_launch_by_rule``.
+Shared memory must hold the partial sums beside the table: outputs times warps is at most 512."""
+
+_TILE_WARPS = 4096
+"""Warps of tiles that keep a large GPU busy: each waits for its look-ups most of the time.
+Unmeasured."""
+
+_MOST_TILE_SPLIT = 16
+"""Warps that share a tile along the input at most. Unmeasured."""
 
 
 def size_class(outputs: int, width: int) -> SizeClass:
@@ -171,6 +192,41 @@ def launch_by_rule(
     while split < most and outputs * copies * split < _WARPS[dialect] * each:
         split *= 2
     return Launch(outputs=each, split=split, warps=8)
+
+
+def tile_launch(codec: Codec, outputs: int, width: int, rows: int, step: int) -> Launch:
+    """The launch of tiles for ``rows`` activations and a weight [outputs, width].
+
+    ``step`` is the number of weights of an output that a warp takes at a time.
+    """
+    lines = TILE_LAUNCHES.get((codec, size_class(outputs, width)), {})
+    for up_to, launch in sorted(lines.items()):
+        if rows <= up_to:
+            each = launch.outputs if outputs >= launch.outputs else 16
+            split = min(launch.split, most_tile_split(width, step))
+            return Launch(each, split, launch.warps)
+    return tile_launch_by_rule(codec, outputs, width, step)
+
+
+def most_tile_split(width: int, step: int) -> int:
+    """Warps that can share tiles without one of them idle."""
+    most = 1
+    while most < _MOST_TILE_SPLIT and 2 * most * step <= width:
+        most *= 2
+    return most
+
+
+def tile_launch_by_rule(codec: Codec, outputs: int, width: int, step: int) -> Launch:
+    """The launch of tiles where the table has none. Unmeasured.
+
+    Two tiles of a warp share its activations. The table of a trellis takes all the shared memory
+    that a threadgroup is given, so there more warps share it.
+    """
+    each = 32 if outputs > 2**13 else 16
+    most, split = most_tile_split(width, step), 1
+    while split < most and outputs * split < _TILE_WARPS * each:
+        split *= 2
+    return Launch(each, split, 16 if codec == "trellis" else max(8, split))
 
 
 def gather_entries(dialect: Dialect, experts: int) -> int:
