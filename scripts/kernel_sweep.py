@@ -1,13 +1,19 @@
 """Measures the numbers of kernels/selection.py: ``bench_kernels.py --sweep``.
 
+    python scripts/kernel_sweep.py --rows 3 8 --shapes 14336x4096    launches alone, 3 bits
+    python scripts/kernel_sweep.py --rows 8 --tile-unit 16           with shorter units of tiles
+
 In the order of what matters most: launches of the matvec at 3 bits for one row and for more, the
 thresholds between programs, MLX's own products, then 2 and 4 bits with the launches that were best
 for 3. What the time does not suffice for is left out and counted. At the end stand the lines of
-``MATVEC_LAUNCHES`` by these measurements, where they gain something over ``launch_by_rule``.
+``MATVEC_LAUNCHES`` and of ``TILE_LAUNCHES`` (sixteen outputs of a warp or more) by these
+measurements, where they gain something over the rule.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import time
 from typing import Any
@@ -19,6 +25,7 @@ from kernel_timing import (
     affine_product,
     codes,
     copies,
+    describe_machine,
     fp16,
     kernel_seconds,
     random_weight,
@@ -41,22 +48,32 @@ GAIN = 1.03
 """By how much a launch must be faster than the rule's for a line in the table."""
 
 FOR_ONE_ROW = [
-    *((8, 1, 4), (8, 1, 8), (4, 1, 8), (8, 2, 8), (4, 2, 8), (4, 4, 8), (16, 1, 4)),
+    *((8, 1, 4), (8, 1, 8), (4, 1, 8), (8, 2, 8), (4, 2, 8), (4, 4, 8)),
     *((2, 1, 8), (2, 2, 8), (8, 4, 8), (4, 1, 4), (4, 2, 4), (2, 4, 8)),
 ]
 FOR_A_SMALL = [(2, 1, 8), (2, 2, 8), (4, 1, 4), (4, 2, 8)]
 FOR_ROWS = [(4, 1, 4), (4, 1, 8), (4, 2, 8), (2, 1, 8), (2, 2, 8), (8, 1, 4)]
+FOR_TILES = [
+    *((16, 4, 8), (16, 8, 8), (16, 8, 16), (16, 16, 16), (16, 4, 4), (16, 2, 8), (16, 4, 16)),
+    *((32, 4, 8), (32, 8, 8), (32, 8, 16), (32, 4, 4), (32, 2, 8), (64, 8, 8)),
+]
+"""For several rows on CUDA. The table of a trellis is 32 KiB of each threadgroup's, so there many
+warps of one count for more than many threadgroups."""
 
 Cell = tuple[str, tuple[int, int], int, int]
 """Codec, shape, rows, bits."""
 
 
-def launches(shape: tuple[int, int], rows: int) -> list[Launch]:
-    """What is tried at 3 bits."""
+def launches(
+    dialect: Dialect, shape: tuple[int, int], rows: int, tiles_of_one: bool = False
+) -> list[Launch]:
+    """What is tried at 3 bits; tiles for one row only if asked for."""
     if shape[0] < 2048:
         tried = FOR_A_SMALL
     else:
         tried = FOR_ONE_ROW if rows == 1 else FOR_ROWS
+    if dialect == "cuda" and (rows > 1 or tiles_of_one):
+        tried = tried + FOR_TILES
     return [Launch(*numbers) for numbers in tried]
 
 
@@ -80,7 +97,7 @@ def sweep(seconds: float = SECONDS) -> dict[str, Any]:
             if time.monotonic() > end:
                 late += 1
             else:
-                found[cell] = measure(dialect, cell, launches(cell[1], cell[2]))
+                found[cell] = measure(dialect, cell, launches(dialect, cell[1], cell[2]))
         return late
 
     left_out = measure_all(cells(3))
@@ -96,23 +113,10 @@ def sweep(seconds: float = SECONDS) -> dict[str, Any]:
             continue
         best = sorted(like, key=like.__getitem__)[:2]
         found[cell] = measure(dialect, cell, best)
-    lines = table_lines(dialect, found)
-    print("\nlines of selection.MATVEC_LAUNCHES:", *lines or ["(none)"], sep="\n    ")
+    lines = print_lines(dialect, found)
     print(f"left out for want of time: {left_out}; took {time.monotonic() - end + seconds:.0f} s")
     return {
-        "launches": [
-            {
-                "codec": codec,
-                "shape": list(shape),
-                "rows": rows,
-                "bits": bits,
-                "launch": [launch.outputs, launch.split, launch.warps],
-                "is_default": launch == default_launch(dialect, (codec, shape, rows, bits)),
-                "kernel_us": round(taken * 1e6, 2),
-            }
-            for (codec, shape, rows, bits), tried in found.items()
-            for launch, taken in tried.items()
-        ],
+        "launches": as_json(dialect, found),
         "stock": stock,
         "thresholds": thresholds,
         "table": lines,
@@ -120,31 +124,62 @@ def sweep(seconds: float = SECONDS) -> dict[str, Any]:
     }
 
 
+def print_lines(dialect: Dialect, found: dict[Cell, dict[Launch, float]]) -> dict[str, list[str]]:
+    """Prints the lines of both tables and returns them."""
+    lines = {"MATVEC_LAUNCHES": table_lines(dialect, found, tiles=False)}
+    if dialect == "cuda":
+        lines["TILE_LAUNCHES"] = table_lines(dialect, found, tiles=True)
+    for name, of_table in lines.items():
+        print(f"\nlines of selection.{name}:", *of_table or ["(none)"], sep="\n    ")
+    return lines
+
+
+def as_json(dialect: Dialect, found: dict[Cell, dict[Launch, float]]) -> list[dict]:
+    """The measurements, one launch of one cell each."""
+    return [
+        {
+            "codec": codec,
+            "shape": list(shape),
+            "rows": rows,
+            "bits": bits,
+            "launch": [launch.outputs, launch.split, launch.warps],
+            "is_default": launch == default_launch(dialect, (codec, shape, rows, bits)),
+            "kernel_us": round(taken * 1e6, 2),
+        }
+        for (codec, shape, rows, bits), tried in found.items()
+        for launch, taken in tried.items()
+    ]
+
+
 def _spec(cell: Cell):
     codec, (_, width), _, bits = cell
     return codes(width)[f"{codec}{bits}"]
 
 
-def _unit(cell: Cell) -> int:
-    """Weights that a lane takes before its warp may stop, as ``matvec.plan`` has it."""
+def _numbers(dialect: Dialect, cell: Cell, launch: Launch | None) -> dict[str, Any]:
+    """The template arguments that ``matvec.plan`` makes."""
     _, (outputs, width), rows, _ = cell
     made = matvec.plan(
-        _spec(cell), (outputs,), width, rows, mx.float16, mx.float16, "cuda", Launch(2, 1, 8)
+        _spec(cell), (outputs,), width, rows, mx.float16, mx.float16, dialect, launch
     )
-    numbers = dict(made.template)
-    return numbers["UNIT"] * numbers["SPAN"]
+    return dict(made.template)
 
 
-def rule_launch(dialect: Dialect, cell: Cell) -> Launch:
-    """The launch without the table."""
-    _, (outputs, width), rows, _ = cell
-    return selection.launch_by_rule(dialect, outputs, width, rows, _unit(cell))
+def rule_launch(dialect: Dialect, cell: Cell, tiles: bool = False) -> Launch:
+    """The launch without the table, of tiles or of others."""
+    codec, (outputs, width), rows, _ = cell
+    if tiles:
+        unit = _numbers(dialect, cell, Launch(16, 1, 8))["UNIT"]
+        return selection.tile_launch_by_rule(codec, outputs, width, 4 * unit)
+    numbers = _numbers(dialect, cell, Launch(2, 1, 8))
+    unit = numbers["UNIT"] * numbers["SPAN"]
+    return selection.launch_by_rule(dialect, outputs, width, rows, unit)
 
 
 def default_launch(dialect: Dialect, cell: Cell) -> Launch:
     """The launch as it is now."""
-    codec, (outputs, width), rows, _ = cell
-    return selection.matvec_launch(dialect, codec, outputs, width, rows, _unit(cell))
+    numbers = _numbers(dialect, cell, None)
+    return Launch(numbers["R"], numbers["SPLIT"], numbers["WARPS"])
 
 
 def measure(dialect: Dialect, cell: Cell, tried: list[Launch]) -> dict[Launch, float]:
@@ -156,8 +191,11 @@ def measure(dialect: Dialect, cell: Cell, tried: list[Launch]) -> dict[Launch, f
         lambda: random_weight(spec, outputs, width), spec.packed_bytes((outputs, width))
     )
     rule = rule_launch(dialect, cell)
+    rules = [rule]
+    if any(_is_of_tiles(dialect, launch) for launch in tried):
+        rules.append(rule_launch(dialect, cell, tiles=True))
     taken: dict[Launch, float] = {}
-    for launch in dict.fromkeys([rule, default_launch(dialect, cell), *tried]):
+    for launch in dict.fromkeys([*rules, default_launch(dialect, cell), *tried]):
 
         def product(x, weight, launch=launch):
             return matvec.matvec(x, weight, dialect, launch=launch)
@@ -279,8 +317,9 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
     return results
 
 
-def table_lines(dialect: Dialect, found: dict[Cell, dict[Launch, float]]) -> list[str]:
-    """Lines of ``MATVEC_LAUNCHES``: for each class of sizes the launches with the least time.
+def table_lines(dialect: Dialect, found: dict[Cell, dict[Launch, float]], tiles: bool) -> list[str]:
+    """Lines of ``TILE_LAUNCHES`` or of the other: the launches with the least time for each class
+    of sizes.
 
     Times of the widths of a code are compared by their ratio to the rule's.
     """
@@ -288,10 +327,10 @@ def table_lines(dialect: Dialect, found: dict[Cell, dict[Launch, float]]) -> lis
     for codec in CODECS:
         for shape in SHAPES:
             choices: list[tuple[int, Launch, float]] = []
-            for rows in ROWS:
+            for rows in sorted({c[2] for c in found}):
                 cells = [c for c in found if c[0] == codec and c[1] == shape and c[2] == rows]
-                if cells:
-                    choices.append((rows, *_best(dialect, cells, found)))
+                if any(_is_of_tiles(dialect, n) == tiles for c in cells for n in found[c]):
+                    choices.append((rows, *_best(dialect, cells, found, tiles)))
             while choices and choices[-1][2] == 1.0:
                 choices.pop()  # the rule's is the best from here on
             if choices:
@@ -304,15 +343,61 @@ def table_lines(dialect: Dialect, found: dict[Cell, dict[Launch, float]]) -> lis
     return lines
 
 
+def _is_of_tiles(dialect: Dialect, launch: Launch) -> bool:
+    return dialect == "cuda" and launch.outputs >= 16
+
+
 def _best(
-    dialect: Dialect, cells: list[Cell], found: dict[Cell, dict[Launch, float]]
+    dialect: Dialect, cells: list[Cell], found: dict[Cell, dict[Launch, float]], tiles: bool
 ) -> tuple[Launch, float]:
     """The best launch for these cells together, and how many times as fast as the rule's it is."""
-    rule = rule_launch(dialect, cells[0])  # the same for all bits
+    rule = rule_launch(dialect, cells[0], tiles)  # the same for all bits
     gains = {}
     for launch in set.intersection(*(set(found[c]) for c in cells)):
+        if _is_of_tiles(dialect, launch) != tiles:
+            continue
         ratios = [math.log(found[c][rule] / found[c][launch]) for c in cells if rule in found[c]]
         if ratios:
             gains[launch] = math.exp(sum(ratios) / len(ratios))
     best = max(gains, key=lambda launch: gains[launch], default=rule)
     return (best, gains[best]) if gains.get(best, 1.0) > GAIN else (rule, 1.0)
+
+
+def measure_launches(
+    rows: list[int], shapes: list[tuple[int, int]], bits: int, seconds: float
+) -> dict[str, Any]:
+    """Launches alone, for chosen rows and shapes; printed, and for the JSON line."""
+    dialect = backend()
+    assert dialect == "metal" or dialect == "cuda"
+    end = time.monotonic() + seconds
+    found: dict[Cell, dict[Launch, float]] = {}
+    cells = [(codec, shape, n, bits) for shape in shapes for n in rows for codec in CODECS]
+    for cell in cells:
+        if time.monotonic() < end:
+            tried = launches(dialect, cell[1], cell[2], tiles_of_one=True)
+            found[cell] = measure(dialect, cell, tried)
+    lines = print_lines(dialect, found)
+    print(f"left out for want of time: {len(cells) - len(found)}")
+    return {"launches": as_json(dialect, found), "table": lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="launches of the matvec, and the best of them")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="of activations, 1 to 8")
+    parser.add_argument("--shapes", nargs="+", metavar="OxI", help="such as 14336x4096")
+    parser.add_argument("--bits", type=int, default=3, choices=(2, 3, 4))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="(default %(default)s)")
+    parser.add_argument("--tile-unit", type=int, choices=(8, 16, 32), help="instead of TILE_UNIT")
+    args = parser.parse_args()
+    if args.tile_unit:
+        selection.TILE_UNIT = args.tile_unit
+    shapes = SHAPES
+    if args.shapes:
+        shapes = [(int(o), int(i)) for o, _, i in (s.partition("x") for s in args.shapes)]
+    print(describe_machine())
+    print(f"{'O x I':>14} {'rows':>4} {'weight':<9} {'rule us':>8}  best launches, microseconds")
+    print(json.dumps(measure_launches(args.rows, shapes, args.bits, args.seconds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,8 @@ input (see ``unpack``), keep their activations in registers as float32 for the R
 up in float32; at the end the 32 partial sums of every output are added by exchanges that halve the
 number of sums each lane holds. SPLIT warps share the outputs along the input where there would be
 too few warps otherwise. A group that spans several steps of a warp is scaled once (SPAN steps).
+For several rows of 16 bits on CUDA a warp has tiles of sixteen outputs instead, four lanes and two
+outputs each (``matvec_bodies``, TENSOR_ROWS).
 
 Bytes moved: each code and scale once, whatever M is. Why it is so: on large GPUs the time goes
 into instructions, not into memory, so what counts is how few a weight takes: about four for a

@@ -104,9 +104,9 @@ TILE_LAUNCHES: dict[tuple[Codec, SizeClass], dict[int, Launch]] = {}
 """Launches of tiles, as ``MATVEC_LAUNCHES``; what is not here goes by ``tile_launch_by_rule``.
 Shared memory must hold the partial sums beside the table: outputs times warps is at most 512."""
 
-_TILE_WARPS = 4096
-"""Warps of tiles that keep a large GPU busy: each waits for its look-ups most of the time.
-Unmeasured."""
+_TILE_WARPS = 3072
+"""Warps of tiles that keep a large GPU busy: each waits for its look-ups most of the time, and
+registers hold 24 to 32 of them on a multiprocessor. Unmeasured."""
 
 _MOST_TILE_SPLIT = 16
 """Warps that share a tile along the input at most. Unmeasured."""
@@ -219,10 +219,10 @@ def most_tile_split(width: int, step: int) -> int:
 def tile_launch_by_rule(codec: Codec, outputs: int, width: int, step: int) -> Launch:
     """The launch of tiles where the table has none. Unmeasured.
 
-    Two tiles of a warp share its activations. The table of a trellis takes all the shared memory
-    that a threadgroup is given, so there more warps share it.
+    Two tiles of a warp share its activations, where there are warps enough. The table of a trellis
+    takes all the shared memory that a threadgroup is given, so there more warps share it.
     """
-    each = 32 if outputs > 2**13 else 16
+    each = 32 if outputs >= 32 * _TILE_WARPS else 16
     most, split = most_tile_split(width, step), 1
     while split < most and outputs * split < _TILE_WARPS * each:
         split *= 2
