@@ -36,7 +36,6 @@ import mlx_lm_models  # noqa: F401  (before mlx-lm)
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from gpu_clock import has_gpu_clock
 from kernel_timing import (
     clock,
     describe_machine,
@@ -100,16 +99,14 @@ def random_store(
 def kernel_seconds(attention: Attention, q: mx.array, caches: list) -> float:
     """Per call in a graph where each needs the one before it."""
     order = list(itertools.islice(itertools.cycle(caches), max(CALLS, len(caches))))
-    # compiling helps the host alone
-    traced = (lambda function: function) if has_gpu_clock() else mx.compile
 
-    @traced
+    @mx.compile
     def chain(x):
         for cache in order:
             x = x + attention(x, cache) * 0
         return x
 
-    @traced
+    @mx.compile
     def empty(x):
         for _ in order:
             x = x + x[..., ::-1] * 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 RUNS = 3
-WARM_UP_S = 0.05
+WARM_UP_S = 0.1
 
 
 @cache

@@ -409,9 +409,10 @@ def test_splits_fill_the_device_but_are_not_cut_finer_than_a_step():
 
 
 def test_long_contexts_get_larger_threadgroups_where_these_pay():
-    assert attend_launch(True, 4, 128, 4, long=False).warps == 4
-    assert attend_launch(True, 4, 128, 4, long=True).warps == 8
-    assert attend_launch(True, 4, 128, 8, long=True).warps == 4
+    assert attend_launch(True, 4, 128, 4, long=False) == AttendLaunch(True, 8, tiles=2, warps=4)
+    assert attend_launch(True, 4, 128, 4, long=True) == AttendLaunch(True, 8, tiles=1, warps=8)
+    assert attend_launch(True, 16, 128, 4, long=False) == AttendLaunch(True, 16, tiles=1, warps=8)
+    assert attend_launch(True, 4, 128, 8, long=True) == AttendLaunch(True, 8, tiles=1, warps=4)
 
 
 @pytest.mark.parametrize("dialect", dialects())

@@ -27,9 +27,13 @@ COMBINE_SLICES = 4
 MOST_PARTS = 512
 """Partial results of a query that the second pass adds up."""
 
-GROUPS: dict[Dialect, dict[int, int]] = {"metal": {4: 256}, "cuda": {4: 396, 8: 264}}
-"""By the warps of a threadgroup: threadgroups that keep a large GPU busy. CUDA: as many as the 132
-multiprocessors of an H200 hold at once, by the registers of the kernel. Unmeasured defaults."""
+GROUPS: dict[Dialect, dict[tuple[int, int], int]] = {
+    "metal": {(4, 1): 256},
+    "cuda": {(4, 1): 396, (4, 2): 264, (8, 1): 264},
+}
+"""By warps of a threadgroup and tiles of a warp: threadgroups that keep a large GPU busy. CUDA: the
+132 multiprocessors of an H200, measured for (4, 2) and (8, 1), see ``LONG``; otherwise
+unmeasured."""
 
 MOST_WARPS = 2112
 """Warps in all where ``GROUPS`` says nothing."""
@@ -55,9 +59,9 @@ class AttendLaunch:
 
 
 LONG = 8192
-"""Columns from which on larger threadgroups pay on the matrix units. H200, K3/V4, 8 heads of keys:
-4,096 columns 14.8 us with 4 warps and 17 with 8, 32,768 columns 27.8 and 25.4, 131,072 columns 58
-and 53."""
+"""Columns from which on larger threadgroups pay on the matrix units. H200, K3/V4, 8 heads of keys,
+microseconds with 4 warps of two tiles and with 8 of one (bench_attention.py --sweep): 4,096 columns
+15.0 and 15.6, in a batch of 8 25.4 and 32.4, 32,768 columns 28.0 and 25.4, 131,072 70 and 53."""
 
 
 def attend_launch(
@@ -75,7 +79,11 @@ def attend_launch(
         # Two products with the same operand share its decoding, if registers hold both sums. Codes
         # of more than 4 bits take more registers, and small threadgroups waste fewer of them.
         each = 16 if rows > 8 and width <= 128 else 8
-        return AttendLaunch(True, each, warps=8 if bits <= 4 and long else 4)
+        if bits > 4:
+            return AttendLaunch(True, each, warps=4)
+        if long or each > 8 or width > 128:
+            return AttendLaunch(True, each, warps=8)
+        return AttendLaunch(True, each, tiles=2, warps=4)
     most = 8 if width <= 128 else 4 if width <= 256 else 2
     each = 1
     while each < most and each < rows:
@@ -96,7 +104,7 @@ def split_limits(
             so where parts are few they are left to run last.
     """
     step = launch.warps * (16 * launch.tiles if launch.tensor else 32)
-    busy = GROUPS[dialect].get(launch.warps, MOST_WARPS // launch.warps)
+    busy = GROUPS[dialect].get((launch.warps, launch.tiles), MOST_WARPS // launch.warps)
     wanted = launch.splits or max(1, busy // groups)
     if beside and not launch.splits and wanted >= 8:
         wanted -= 1

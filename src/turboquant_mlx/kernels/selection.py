@@ -15,24 +15,26 @@ from .dialect import Dialect
 
 MATVEC_ROWS = 8
 """Rows of activations up to which a packed weight is multiplied directly; for more it is decoded
-first. H200, 14336 x 4096, 3-bit trellis: 8 rows 83 us and 110 decoded, 16 rows 153 and 110."""
+first. H200, 14336 x 4096, 3-bit trellis, 8 rows: 30 us directly; decoding takes 46, a product in 16
+bits another 30."""
 
 ROTATE_FEW: dict[Dialect, int] = {"metal": 16, "cuda": 256}
 """Rows of activations up to which a threadgroup rotates a block; of more, a warp. H200, width 4096:
-64 rows 13 us and 16, 512 rows 20 and 18, 4096 rows 67 and 56. Unmeasured on Metal."""
+64 rows 2.9 us and 4.7, 512 rows 9.2 and 6.2, 4096 rows 57 and 46. Unmeasured on Metal."""
 
 ROTATE_ROWS: dict[Dialect, int] = {"metal": 65535, "cuda": 65535}
 """Rows of activations up to which one launch rotates them; MLX's own transform takes more.
-H200: MLX's operations take 28 us for 64 rows, 42 for 512, 131 for 4096, twice as long at all."""
+H200: MLX's operations take 8.6 us for 64 rows, 19 for 512, 119 for 4096, thrice as long at all."""
 
 GATHER_PER_EXPERT: dict[Dialect, float] = {"metal": 2.0, "cuda": 8.0}
 """(row, expert) pairs for each expert of a stack up to which experts are multiplied directly, pair
-by pair; for more the stack is decoded. H200, 128 experts of 768 x 2048: 8 pairs 33 us and decoded
-256, 512 pairs 299 and 761, 1024 pairs 592 and 777. Unmeasured on Metal."""
+by pair; for more the stack is decoded. H200, 128 experts of 768 x 2048: 8 pairs 10 us and decoded
+288, 512 pairs 285 and 783, 1024 pairs 549 and 789. Unmeasured on Metal."""
 
 DECODED_BYTES = 128 * 2**20
-"""Bytes of decoded weight at a time where more rows are multiplied. H200, 14336 x 4096, 512 rows:
-159 us with 128 MiB (the whole matrix), 196 with 64, 223 with 32; a product in 16 bits takes 108."""
+"""Bytes of decoded weight at a time where more rows are multiplied. H200, 14336 x 4096, 512 rows,
+by the host's clock: 159 us with 128 MiB (the whole matrix), 196 with 64, 223 with 32; a product in
+16 bits takes 108."""
 
 IN_FLIGHT_BYTES = 256 * 2**20
 """Decoded bytes after which work is handed to the GPU, see ``in_flight``; about twice as many are
@@ -64,28 +66,27 @@ class Launch:
 
 
 MATVEC_LAUNCHES: dict[Dialect, dict[tuple[Codec, SizeClass], dict[int, Launch]]] = {
-    # NVIDIA H200, MLX 0.32.4 for CUDA 13, float16, 3 bits. The numbers are rows of activations up
-    # to which a launch counts; what is not here goes by ``launch_by_rule``. Comments have
-    # microseconds, and in brackets those by the rule; one run varies by a tenth.
+    # NVIDIA H200, MLX 0.32.4 for CUDA 13, float16, 3 bits, microseconds by the GPU's own clock. The
+    # numbers are rows of activations up to which a launch counts; what is not here goes by
+    # ``launch_by_rule``. Three rows and more go by ``TILE_LAUNCHES`` where they can.
     "cuda": {
-        ("trellis", "small"): {1: Launch(4, 2, 8), 8: Launch(2, 1, 8)},  # 14.0 (19.5), 15.7 (20.6)
-        ("scalar", "small"): {1: Launch(2, 1, 8)},  # 9.0 (9.9)
+        ("trellis", "small"): {1: Launch(4, 2, 8), 4: Launch(4, 2, 8)},  # 5.1, 5.6
+        ("scalar", "small"): {1: Launch(4, 2, 8), 4: Launch(4, 2, 8)},  # 3.7, 4.2
         ("trellis", "middle"): {1: Launch(8, 4, 8), 4: Launch(4, 2, 8), 8: Launch(2, 1, 8)},
-        # 22.8 (22.8), 25.0 (25.0), 35.2 (48.5)
-        ("scalar", "middle"): {1: Launch(4, 4, 8), 4: Launch(2, 1, 8), 8: Launch(4, 1, 8)},
-        # 23.7 (25.7), 23.8 (24.0), 25.7 (39.4)
+        # 10.7, 15.0, 24.4
+        ("scalar", "middle"): {1: Launch(8, 4, 8), 4: Launch(4, 2, 8), 8: Launch(4, 1, 8)},
+        # 7.8, 11.9, 19.8
         ("trellis", "wide"): {1: Launch(4, 4, 8), 4: Launch(4, 2, 8), 8: Launch(2, 1, 8)},
-        # 42.3 (43.1), 51.5 (51.5), 90.0 (109.9)
-        ("scalar", "wide"): {1: Launch(4, 4, 8), 4: Launch(4, 1, 8), 8: Launch(4, 1, 4)},
-        # 30.3 (33.2), 46.2 (47.9), 72.8 (81.3)
-        ("trellis", "large"): {1: Launch(8, 1, 4), 4: Launch(4, 1, 8), 8: Launch(4, 1, 4)},
-        # 37.9 (43), 53.5 (53.5), 87.4 (91.0)
-        ("scalar", "large"): {1: Launch(8, 1, 8), 4: Launch(8, 1, 4), 8: Launch(2, 1, 8)},
-        # 25.5 (34.8), 44.6 (50.3), 74.9 (98.2)
+        # 27.2, 35.6, 68.6
+        ("scalar", "wide"): {1: Launch(4, 4, 8), 4: Launch(4, 2, 8), 8: Launch(4, 1, 8)},
+        # 18.3, 29.5, 55.7
+        ("trellis", "large"): {1: Launch(8, 1, 8), 4: Launch(4, 1, 8), 8: Launch(4, 1, 4)},
+        # 23.4, 40.4, 63.1
+        ("scalar", "large"): {1: Launch(8, 2, 8), 4: Launch(4, 1, 8), 8: Launch(8, 1, 4)},
+        # 16.6, 31.1, 53.7
         ("trellis", "huge"): {1: Launch(8, 1, 8), 4: Launch(8, 1, 4), 8: Launch(4, 1, 8)},
-        # 185.7 (185.7), 279.9 (305.4), 483.2 (483.2)
-        ("scalar", "huge"): {1: Launch(8, 1, 8), 8: Launch(8, 1, 4)},
-        # 112.6 (112.6), for 4 rows 206.6 (233.4), for 8 402.6 (516.1)
+        # 169.1, 261.4, 469.2
+        ("scalar", "huge"): {1: Launch(8, 1, 8), 8: Launch(8, 1, 4)},  # 94.6, 389.3
     },
     # Nothing has been measured on Apple silicon.
     "metal": {},
@@ -100,7 +101,20 @@ TILE_UNIT = 32
 """Weights that a lane of a tile decodes at a time, at most: 32 take 80 registers for a trellis code
 and one tile, 16 take 56 but more loads. Unmeasured."""
 
-TILE_LAUNCHES: dict[tuple[Codec, SizeClass], dict[int, Launch]] = {}
+TILE_LAUNCHES: dict[tuple[Codec, SizeClass], dict[int, Launch]] = {
+    # As above, bfloat16, 3 bits and 8 rows. In brackets microseconds of the best launch that takes
+    # a row at a time, from another run.
+    ("scalar", "small"): {8: Launch(16, 16, 16)},  # 2.6 (5.1)
+    ("trellis", "small"): {8: Launch(16, 16, 16)},  # 3.3 (6.6)
+    ("scalar", "middle"): {8: Launch(16, 16, 16)},  # 8.4 (19.8)
+    ("trellis", "middle"): {8: Launch(32, 8, 8)},  # 10.6 (24.4)
+    ("scalar", "wide"): {8: Launch(16, 16, 16)},  # 22.5 (55.7)
+    ("trellis", "wide"): {8: Launch(32, 8, 8)},  # 29.2 (68.6)
+    ("scalar", "large"): {8: Launch(32, 8, 8)},  # 24.4 (53.7)
+    ("trellis", "large"): {8: Launch(32, 4, 16)},  # 29.7 (63.1)
+    ("scalar", "huge"): {8: Launch(32, 8, 8)},  # 175.4 (389.3)
+    ("trellis", "huge"): {8: Launch(32, 2, 8)},  # 213.2 (469.2)
+}
 """Launches of tiles, as ``MATVEC_LAUNCHES``; what is not here goes by ``tile_launch_by_rule``.
 Shared memory must hold the partial sums beside the table: outputs times warps is at most 512."""
 
