@@ -9,6 +9,10 @@ time of a token counts, over all but the first tokens. "over stored" is what MLX
 most beyond the bytes of the weights and the key-value cache. Then a prompt of --prefill-tokens is
 read, the best of three times.
 
+--profile also shows how long the GPU works for a token and for how many operations, by its own
+clock (gpu_clock.py; needs PyTorch for CUDA). Where that is much less than a token takes, the host
+is what is slow.
+
 --check writes the same tokens twice, on the GPU and by the reference on the CPU, always from the
 same tokens before them, and reports where the two would have gone on differently: two logits must
 then lie within the rounding of the activation's dtype. The last line is JSON.
@@ -23,15 +27,23 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import made_up
+from turboquant_mlx import cli
+
+PROFILED_TOKENS = 32
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run(command, argv)
+
+
+def command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog=__doc__.partition("\n\n")[2],
@@ -47,13 +59,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--prefill-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--profile", action="store_true", help="also the GPU's own time")
     parser.add_argument("--check", action="store_true", help="compare tokens, measure nothing")
     args = parser.parse_args(argv)
 
     import mlx.core as mx
 
+    from gpu_clock import has_gpu_clock
+    from turboquant_mlx.errors import TurboQuantError
     from turboquant_mlx.kernels.dispatch import why_backend
 
+    if args.profile and not has_gpu_clock():
+        raise TurboQuantError("--profile needs PyTorch for CUDA, and a GPU of NVIDIA's")
     print(f"{why_backend()}; MLX {mx.__version__}", file=sys.stderr)
     rows = []
     for weights in args.weights:
@@ -96,13 +113,29 @@ def measure(model: Any, args: argparse.Namespace) -> dict:
     token_s = statistics.median(seconds[4:])
     peak = mx.get_peak_memory()
     prefill_s = min(write(1, args.prefill_tokens)[0][0] for _ in range(3))
-    return {
+    profile = profile_of(lambda: write(PROFILED_TOKENS, 1)) if args.profile else {}
+    return profile | {
         "token_ms": 1e3 * token_s,
         "tokens_per_s": 1 / token_s,
         "peak_bytes": peak,
         "kv_bytes": kv_bytes,
         "over_stored": peak / (made_up.stored_bytes(model) + kv_bytes) - 1,
         "prefill_tokens_per_s": args.prefill_tokens / prefill_s,
+    }
+
+
+def profile_of(run: Callable[[], Any]) -> dict:
+    """What the GPU does for each of PROFILED_TOKENS, the first of them among them."""
+    from gpu_clock import busy_seconds, operations_of
+
+    def silent() -> list:
+        run()
+        return []
+
+    operations = operations_of(silent)
+    return {
+        "gpu_ms": 1e3 * busy_seconds(operations) / PROFILED_TOKENS,
+        "gpu_operations": len(operations) / PROFILED_TOKENS,
     }
 
 
@@ -113,6 +146,7 @@ def speed_table(rows: list[dict]) -> list[str]:
         f"{'weights':10}{'stored GB':>10}{'token ms':>10}{'tokens/s':>10}"
         + "".join(f"{'x ' + name:>11}" for name in names)
         + f"{'peak GB':>9}{'over stored':>13}{'prefill/s':>11}"
+        + (f"{'GPU ms':>8}{'operations':>12}" if "gpu_ms" in rows[0] else "")
     ]
     for row in rows:
         lines.append(
@@ -121,6 +155,7 @@ def speed_table(rows: list[dict]) -> list[str]:
             + "".join(f"{row['tokens_per_s'] / rates[name]:11.2f}" for name in names)
             + f"{row['peak_bytes'] / 1e9:9.2f}{row['over_stored']:13.1%}"
             + f"{row['prefill_tokens_per_s']:11.0f}"
+            + (f"{row['gpu_ms']:8.2f}{row['gpu_operations']:12.0f}" if "gpu_ms" in row else "")
         )
     return lines
 
