@@ -334,7 +334,7 @@ def test_what_kernels_do_not_take_is_answered_by_the_reference(monkeypatch):
         cases.append((q, long, None, "held in 16 bits"))
         wide = filled(KVSpec(3, 4), width=20)
         cases.append((random(1, 4, 1, 20), wide, None, "a head of 20 values"))
-        monkeypatch.setattr("turboquant_mlx.kernels.kv_attend.kv_attend", None)
+        monkeypatch.setattr("turboquant_mlx.kvcache.attend.prepare", None)
         for queries, held, mask, reason in cases:
             assert reason in why_reference(queries, held, mask)
             out = attend(queries, held, scale=0.125, mask=mask)
@@ -344,7 +344,7 @@ def test_what_kernels_do_not_take_is_answered_by_the_reference(monkeypatch):
 
 @pytest.mark.parametrize("padding", [(0,), (0, 5)])
 def test_before_anything_is_packed_mlx_own_attention_answers(padding, monkeypatch):
-    monkeypatch.setattr("turboquant_mlx.kernels.kv_attend.kv_attend", None)
+    monkeypatch.setattr("turboquant_mlx.kvcache.attend.prepare", None)
     store = filled(KVSpec(3, 4), padding, columns=20)
     q = random(len(padding), 4, 1, 64, seed=3)
     with running(dialects()[0]):

@@ -15,9 +15,9 @@ from functools import lru_cache
 import mlx.core as mx
 
 from .dialect import Dialect
-from .kv_attend import KVRows, KVSide, meta_of, packed_inputs, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
+from .kv_sides import KVRows, KVSide, meta_of, packed_inputs, sizes_of
 
 VALUES = 2048
 """Values of a threadgroup. Unmeasured default."""
@@ -166,7 +166,7 @@ def kv_expand(
         keys, values: (codes, scales) or (codes, scales, biases), [B, Hkv, capacity, n].
         dialect: of the kernel.
         sides: how they are packed.
-        facts: ``kv_attend.constants`` of them.
+        facts: ``kv_sides.constants`` of them.
         rows: where the tokens are; ``columns`` of them are decoded.
         raw: keys and values [B, Hkv, n, D] of the tokens in 16 bits.
         shift: [B, Hkv, 1, D] that was taken off every packed key, or None.

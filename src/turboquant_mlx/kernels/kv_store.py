@@ -21,9 +21,9 @@ import mlx.core as mx
 import numpy as np
 
 from .dialect import Dialect
-from .kv_attend import KVSide, base_matrix, sizes_of
 from .kv_attend_bodies import rotation
 from .kv_dialect import kv_kernel
+from .kv_sides import KVSide, base_matrix, sizes_of
 from .replay import traced
 
 TRIALS = 7

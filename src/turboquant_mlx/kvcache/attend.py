@@ -16,8 +16,9 @@ import numpy as np
 
 from ..kernels import dispatch
 from ..kernels.dialect import Dialect
-from ..kernels.kv_attend import KVRows, Prepared, prepare, why_no_kernel
+from ..kernels.kv_attend import Prepared, prepare, why_no_kernel
 from ..kernels.kv_selection import LONG
+from ..kernels.kv_sides import KVRows
 from ..quant.bfloat16 import widen
 from .codec import Array, Parts, SideCodec, bits_of, kernel_facts, kernel_sides
 from .store import PackedStore

@@ -28,8 +28,8 @@ import numpy as np
 
 from ..kernels import dispatch, kv_store
 from ..kernels.dialect import Dialect
-from ..kernels.kv_attend import KVSide
-from ..kernels.kv_attend import constants as attend_constants
+from ..kernels.kv_sides import KVSide
+from ..kernels.kv_sides import constants as attend_constants
 from ..quant.bfloat16 import widen
 from ..quant.codebook import boundaries, lloyd_max
 from ..quant.packing import pack_codes, unpack_codes

@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import dispatch, kv_expand
-from ..kernels.kv_attend import KVRows
+from ..kernels.kv_sides import KVRows
 from .codec import Parts, SideCodec, encode_sides, fold, kernel_facts, kernel_sides
 from .layout import Layout
 from .spec import MEAN_TOKENS
