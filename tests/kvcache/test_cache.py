@@ -332,6 +332,69 @@ def test_a_state_that_is_none_is_named():
         TurboQuantKVCache.from_state(((99, *facts), *rest))
 
 
+def first_changed(arrays, change):
+    return [change(arrays[0]), *arrays[1:]]
+
+
+DAMAGES = {
+    "one token less of packed keys": lambda f, r, p, k, v: (f, r, p, [x[:, :, :40] for x in k], v),
+    "keys of another width": lambda f, r, p, k, v: (
+        f,
+        r,
+        p,
+        first_changed(k, lambda x: x[..., 1:]),
+        v,
+    ),
+    "values of one head": lambda f, r, p, k, v: (f, r, p, k, [x[:, :1] for x in v]),
+    "scales in 16 bits": lambda f, r, p, k, v: (f, r, p, [k[0], k[1].astype(mx.float16)], v),
+    "scales missing": lambda f, r, p, k, v: (f, r, p, k[:1], v),
+    "values that have room for other tokens": lambda f, r, p, k, v: (
+        f,
+        r,
+        p,
+        k,
+        [x[:, :, :-1] for x in v],
+    ),
+    "tokens in 16 bits missing": lambda f, r, p, k, v: (
+        f,
+        r,
+        (p[0], *(x[:, :, :0] for x in p[1:])),
+        k,
+        v,
+    ),
+    "tokens in 16 bits of another dtype": lambda f, r, p, k, v: (
+        f,
+        r,
+        (p[0], p[1].astype(mx.float32), p[2]),
+        k,
+        v,
+    ),
+    "mean key missing": lambda f, r, p, k, v: (f, r, (None, *p[1:]), k, v),
+    "mean key of one head": lambda f, r, p, k, v: (f, r, (p[0][:, :1], *p[1:]), k, v),
+    "another row": lambda f, r, p, k, v: (f, [*r, *r], p, k, v),
+    "more tokens": lambda f, r, p, k, v: ((*f[:3], f[3] + 1000, *f[4:]), r, p, k, v),
+    "padding beyond all tokens": lambda f, r, p, k, v: (f, [(f[3] + 1, True)], p, k, v),
+    "another width": lambda f, r, p, k, v: ((*f[:4], 2 * f[4], f[5]), r, p, k, v),
+    "another dtype": lambda f, r, p, k, v: ((*f[:2], "int32", *f[3:]), r, p, k, v),
+    "bits that there are not": lambda f, r, p, k, v: (
+        (f[0], f[1].replace("key_bits=3", "key_bits=30"), *f[2:]),
+        r,
+        p,
+        k,
+        v,
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_state_whose_parts_do_not_fit_is_refused(damage):
+    """Kernels trust a store's shapes."""
+    state = single(KVSpec(3, 4), 60).state
+    TurboQuantKVCache.from_state(state)
+    with pytest.raises(CheckpointError, match="no state of a packed cache"):
+        TurboQuantKVCache.from_state(damage(*state))
+
+
 @pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="measures the CPU's path in CPU memory"
 )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, OptionError
+from ..errors import OptionError
 from ..kernels.in_flight import note_decoded
 from .attend import MAX_QUERIES
 from .spec import KVSpec, split_bits
+from .state import state_of, store_of
 from .store import PackedStore
 from .views import HookHold, view_pair
 
-STATE_VERSION = 1
 _LIBRARIES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
 
 
@@ -154,18 +153,14 @@ class PackedCache:
 
     @property
     def state(self) -> tuple:
-        s = self.store
-        spec = ",".join(f"{k}={v}" for k, v in asdict(s.spec).items())
-        facts = (STATE_VERSION, spec, s.dtype_name, s.columns, s.widths[0], s.widths[1])
-        rows = [(p, bool(f)) for p, f in zip(s.padding, s.frozen, strict=True)]
-        return facts, rows, (s.shift, s.raw_keys, s.raw_values), list(s.keys), list(s.values)
+        return state_of(self.store)
 
     @state.setter
     def state(self, state: tuple) -> None:
         self._restore(state)
 
     def _restore(self, state: tuple) -> None:
-        self._start(_store_of(state))
+        self._start(store_of(state))
 
     @classmethod
     def from_state(cls, state: tuple):
@@ -173,32 +168,6 @@ class PackedCache:
         made = cls.__new__(cls)
         made.state = state
         return made
-
-
-def _store_of(state: tuple) -> PackedStore:
-    try:
-        # an empty cache has no arrays, and mlx-lm's files leave empty lists out
-        facts, rows, (shift, raw_keys, raw_values), *sides = state
-        version, text, dtype_name, columns, key_width, value_width = facts
-        if version != STATE_VERSION:
-            raise CheckpointError(
-                f"a packed cache of state version {version} is not known to this version",
-                hint="make the prompt cache anew",
-            )
-        fields: dict[str, Any] = dict(pair.split("=") for pair in text.split(","))
-        known: dict[str, Any] = {
-            k: v if k.endswith("scheme") else int(v) for k, v in fields.items()
-        }
-        store = PackedStore(KVSpec(**known), [int(p) for p, _ in rows], int(columns))
-        store.frozen = [bool(f) for _, f in rows]
-        store.dtype_name, store.widths = dtype_name, (int(key_width), int(value_width))
-        store.shift, store.raw_keys, store.raw_values = shift, raw_keys, raw_values
-        if raw_keys is not None:
-            keys, values = sides
-            store.keys, store.values = tuple(keys), tuple(values)
-        return store
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"this is no state of a packed cache: {error}") from error
 
 
 class PackedSingle(PackedCache):

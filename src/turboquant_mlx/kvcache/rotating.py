@@ -26,6 +26,7 @@ from .attend import MAX_QUERIES
 from .packed import PackedBatch, PackedCache, PackedSingle, kind_of, make_spec
 from .spec import KVSpec
 from .stack import stack
+from .state import store_of
 from .store import PackedStore, grown
 from .views import view_pair
 
@@ -120,8 +121,7 @@ class RotatingPackedCache(PackedCache):
             gone = [int(n) for n in dropped]
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"this is no state of a packed window: {error}") from error
-        super()._restore(tuple(rest))
-        self.store.keep, self.store.dropped = self.keep, gone
+        self._start(store_of(tuple(rest), keep=self.keep, dropped=gone))
 
     def _joinable(self, other: Any) -> PackedStore:
         """The store of another cache of the same window, packed if it is plain.
