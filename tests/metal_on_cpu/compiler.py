@@ -130,7 +130,9 @@ def build(traced: Traced) -> Path:
         compile_ = [program, *KERNEL, *extra, f"-I{folder}", "-include", "shim.h", "-x", "c++"]
         compile_ += ["-fno-diagnostics-show-caret", "-fdiagnostics-color=never"]
         _run([*compile_, "-c", "kernel.ii", "-o", "kernel.o"], work, traced)
+        # The runtime brings the C++ library along; to search it takes half of the linker's time.
         link = ["-shared", f"-L{folder}", "-l:runtime.so", "-Wl,-rpath,$ORIGIN", "-o", "kernel.so"]
+        link += ["-nodefaultlibs", "-lgcc", "-lm", "-lc"]
         _run([program, "kernel.o", *link], work, traced)
         os.replace(Path(work) / "kernel.so", library)
     return library
