@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import islice
 
 import mlx.core as mx
 
@@ -40,7 +41,7 @@ from .kv_selection import (
     split_limits,
     table_copies,
 )
-from .kv_sides import KVRows, KVSide, meta_of
+from .kv_sides import KVRows, KVSide, meta_of, packed_inputs, sizes_of
 from .replay import Program, traced
 
 _INPUTS = (
@@ -157,27 +158,23 @@ def _plan(
         rest += 128 * launch.warps * launch.rows
     key_copies, value_copies = table_copies(launch.tensor, key.bits, value.bits, rest, shared)
     mask, causal, sinks, shift, raw = flags
-    common = [
-        ("D", key.width),
-        ("DV", value.width),
-        ("KBASE", key.base),
-        ("VBASE", value.base),
-        ("VPOWER", value.block // value.base),
-        ("RAW", raw),
-    ]
+    sizes = dict(sizes_of(sides))
+
+    def of_sizes(*names: str) -> list[tuple[str, int]]:
+        return [(name, sizes[name]) for name in names]
+
+    # the second pass takes fewer of them, or there would be more of it to compile
+    common = [*of_sizes("D", "DV", "KBASE", "VBASE", "VPOWER"), ("RAW", raw)]
     template = [
         *common,
         ("RB", launch.rows),
         ("LENGTH", length),
         ("REPEATS", repeats),
         ("HEADS", kv_heads),
-        ("KB", key.bits),
-        ("VB", value.bits),
-        ("KGROUP", key.group),
-        ("VGROUP", value.group),
+        *of_sizes("KB", "VB", "KGROUP", "VGROUP"),
         ("KAFFINE", key.affine),
         ("VAFFINE", value.affine),
-        ("KPOWER", key.block // key.base),
+        *of_sizes("KPOWER"),
         ("WARPS", launch.warps),
         ("TILES", launch.tiles),
         ("KCOPIES", key_copies),
@@ -206,7 +203,7 @@ class Prepared:
     Attributes:
         plan: what stays for all layers.
         dialect: of the kernels.
-        width: of the values.
+        sides: how keys and values are packed.
         facts, factor: arrays that each launch is given.
         present: which of ``_OPTIONAL`` each call is given.
         capacity, raw_capacity, strides: what ``meta_of`` is told.
@@ -216,7 +213,7 @@ class Prepared:
 
     plan: _Plan
     dialect: Dialect
-    width: int
+    sides: tuple[KVSide, KVSide]
     facts: mx.array
     factor: mx.array
     present: tuple[bool, ...]
@@ -307,7 +304,7 @@ def prepare(
     return Prepared(
         plan=made,
         dialect=dialect,
-        width=sides[1].width,
+        sides=sides,
         facts=facts,
         factor=_scalar(scale * math.log2(math.e)),
         present=(has_raw, has_raw, shifted, sinks, mask is not None),
@@ -385,23 +382,19 @@ def _run(call: Prepared, parts: int, *given: mx.array) -> list:
     made, facts = call.plan, call.facts
     arrays = iter(given)
     queries = next(arrays)
-    numbers = dict(made.template)
-    packed = [
-        next(arrays) if there else facts
-        for there in (True, True, numbers["KAFFINE"], True, True, numbers["VAFFINE"])
-    ]
+    keys, values = (tuple(islice(arrays, 3 if side.affine else 2)) for side in call.sides)
     meta = next(arrays)
     optional = [next(arrays) if there else facts for there in call.present]
     batch, heads, length, _ = queries.shape
-    kv_heads = packed[0].shape[1]
+    kv_heads, width = keys[0].shape[1], call.sides[1].width
     lead = (batch * kv_heads, parts, heads // kv_heads * length)
     sums, marks = ATTEND[made.launch.tensor].launch(
         call.dialect,
-        [queries, *packed, facts, call.factor, meta, *optional],
+        [queries, *packed_inputs(keys, values, facts), facts, call.factor, meta, *optional],
         template=made.template,
         groups=(parts, made.groups),
         threads=32 * made.launch.warps,
-        shapes=[(*lead, call.width), (*lead, 2)],
+        shapes=[(*lead, width), (*lead, 2)],
         dtypes=[mx.float32, mx.float32],
     )
     return ADD_UP.launch(
@@ -410,6 +403,6 @@ def _run(call: Prepared, parts: int, *given: mx.array) -> list:
         template=made.combine,
         groups=(batch * heads * length, 1),
         threads=made.combine_threads,
-        shapes=[(batch, heads, length, call.width)],
+        shapes=[(batch, heads, length, width)],
         dtypes=[queries.dtype],
     )

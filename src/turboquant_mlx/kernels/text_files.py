@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -64,5 +65,7 @@ def shortened(header: str, source: str, names: Sequence[str]) -> tuple[str, str]
 def _written(folder: Path, text: str) -> str:
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.cuh"
     if not path.exists():
-        path.write_text(text)
+        scratch = path.with_suffix(f".{threading.get_ident()}")
+        scratch.write_text(text)
+        scratch.replace(path)  # another thread may be about to compile it
     return path.as_posix()

@@ -72,9 +72,10 @@ def attend(
         call = _prepared(queries, store, rows, dialect, scale, causal, given, sinks)
     else:
         # from token to token nothing of this changes, and asking for all of it takes long
+        assert store.raw_keys is not None
         key = (
-            *(queries.shape, queries.dtype, store.keys[0].shape, rows.raw, rows.columns >= LONG),
-            *(dialect, scale, causal),
+            *(queries.shape, queries.dtype, store.keys[0].shape, store.raw_keys.shape, rows.raw),
+            *(rows.columns >= LONG, dialect, scale, causal),
         )
         held = store.held("attention")
         if held is None or held[0] != key:

@@ -73,12 +73,9 @@ class TurboQuantLinear(PackedLayer):
         dialect = kernels_of(choice, x.dtype)
         if dialect is None:
             return None
-        outputs = group.recall(x, "products")
-        if outputs is None:
-            # held by the first of the layers, which the group names to all of them
-            replay = group.layers[0].replay
-            outputs = replay(group.arrays(), partial(_products, group, dialect), x)
-            group.remember(x, "products", outputs)
+        # held by the first of the layers, which the group names to all of them
+        replay, make = group.layers[0].replay, partial(_products, group, dialect)
+        outputs = group.once(x, "products", lambda: replay(group.arrays(), make, x))
         return outputs[self.place]
 
     def _cpu_matrix(self, keep: bool) -> CpuMatrix:

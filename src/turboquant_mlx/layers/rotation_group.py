@@ -81,23 +81,14 @@ class RotationGroup:
 
     def once(self, x: mx.array, kind: Any, make: Callable[[], Any]) -> Any:
         """What ``make()`` returns for this input, called by the first of the layers only."""
-        made = self.recall(x, kind)
-        return self.remember(x, kind, make()) if made is None else made
-
-    def recall(self, x: mx.array, kind: Any) -> Any:
-        """What another of the layers remembered of this input, or None."""
+        if self.size == 1:
+            return make()
         held = getattr(self._local, "held", None)
-        if held is None or held[0] is not x or held[1] != kind:
-            return None
-        made, uses_left = held[2], held[3] - 1
-        self._local.held = (x, kind, made, uses_left) if uses_left else None
-        return made
-
-    def remember(self, x: mx.array, kind: Any, made: Any) -> Any:
-        """Keep what was made of this input for the other layers; returns it."""
-        others = len(self.layers) - 1
-        if others:
-            self._local.held = (x, kind, made, others)
+        if held is not None and held[0] is x and held[1] == kind:
+            _, _, made, uses_left = held
+        else:
+            made, uses_left = make(), self.size
+        self._local.held = (x, kind, made, uses_left - 1) if uses_left > 1 else None
         return made
 
     def _make(self, x: mx.array, rotated: bool, dtype: mx.Dtype) -> mx.array:
