@@ -33,6 +33,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from .errors import TurboQuantError
@@ -84,6 +85,7 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         141 when the reader of our output went away (as a shell reports SIGPIPE).
     """
     _open_closed_streams()
+    _remember_ctrl_c()
     _end_cleanly_on_sigterm()
     _slow_progress_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -118,6 +120,36 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         hint = "fewer bits or a shorter prompt need less"
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt again if Ctrl-C was pressed and somebody else kept it.
+
+    Python raises it wherever it happens to be, which may be deep in a library, or below C code that
+    drops exceptions. So long work asks here at every step. Does nothing in a process whose Ctrl-C
+    is not ours (``run`` was not called, or the caller ignores it).
+    """
+    if _ctrl_c_was_pressed:
+        raise KeyboardInterrupt
+
+
+_ctrl_c_was_pressed = False
+
+
+def _note_ctrl_c(number: int, frame: FrameType | None) -> None:
+    global _ctrl_c_was_pressed
+    _ctrl_c_was_pressed = True
+    signal.default_int_handler(number, frame)
+
+
+def _remember_ctrl_c() -> None:
+    """Let ``raise_if_interrupted`` know of a Ctrl-C from now on."""
+    global _ctrl_c_was_pressed
+    _ctrl_c_was_pressed = False
+    # whoever starts us with Ctrl-C ignored, as nohup does, wants us to go on
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _note_ctrl_c)
 
 
 def _end_cleanly_on_sigterm() -> None:

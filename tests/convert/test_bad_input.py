@@ -19,6 +19,7 @@ import pytest
 import damage as d
 import tiny
 from converting import Conversion, Workshop, contents, convert, manifest_of, run
+from processes import end_of, listen_to_ctrl_c
 from turboquant_mlx.checkpoint import target as target_module
 from turboquant_mlx.checkpoint import writer as writer_module
 from turboquant_mlx.checkpoint.source import inspect_folder
@@ -505,11 +506,6 @@ sys.exit(main(sys.argv[1:]))
 
 def start(source: Path, target: Path, *flags: str) -> subprocess.Popen[bytes]:
     """A conversion in a process of its own, stopped in the middle of the weights."""
-
-    def listen_to_ctrl_c() -> None:
-        # a parent in the background of a shell would hand down that it is ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     arguments = ["--hf-path", str(source), "--mlx-path", str(target), *flags]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *arguments],
@@ -529,8 +525,8 @@ def test_ctrl_c_leaves_everything_as_it_was(llama: Path, tmp_path: Path) -> None
     process = start(llama, target, "--bits", "4", "--overwrite")
     assert len(list(tmp_path.iterdir())) == 2
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    code, err = end_of(process)
+    assert code == 130
     assert err.endswith(b"interrupted\n")
     assert b"Traceback" not in err
     assert contents(target) == before
@@ -540,8 +536,8 @@ def test_ctrl_c_leaves_everything_as_it_was(llama: Path, tmp_path: Path) -> None
 def test_a_request_to_end_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
     process = start(llama, tmp_path / "out")
     process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
+    code, _ = end_of(process)
+    assert code == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import signal
 import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 
 from tiny import END_ID, PAD_ID
@@ -372,6 +374,25 @@ def test_ctrl_c_ends_with_130_and_says_what_was_done_so_far(answer, monkeypatch)
 def test_ctrl_c_before_the_first_token_says_only_that(answer):
     result = answer(["a"], model=Breaks(KeyboardInterrupt()))
     assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_that_a_library_keeps_to_itself_still_ends(answer, monkeypatch):
+    def deaf(*args, **kwargs):
+        for number, response in enumerate(real(*args, **kwargs)):
+            if number == 3:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            yield response
+
+    real = mlx_lm.stream_generate
+    monkeypatch.setattr(mlx_lm, "stream_generate", deaf)
+    result = answer(["a"], *GREEDY)
+    assert result.code == 130
+    assert result.out == "aaaa\n"
+    assert "generated: 4 tokens" in result.err
+    assert "(interrupted)" in result.err
+    assert result.err.endswith("\ninterrupted\n")
+    assert answer(["a", END], *GREEDY).code == 0
 
 
 def test_a_terminal_that_lacks_a_letter_shows_a_question_mark(answer, tokenizer, monkeypatch):

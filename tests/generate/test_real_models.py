@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
+from processes import end_of, listen_to_ctrl_c
 from turboquant_mlx import convert
 
 PEER = Path(__file__).parents[1] / "fixtures" / "predecessor"
@@ -24,10 +25,6 @@ def command_line(model, *options):
 
 def start(model, *options, **streams):
     """The command as a process that Ctrl-C reaches even if our own parent ignores it."""
-
-    def listen_to_ctrl_c():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     return subprocess.Popen(command_line(model, *options), preexec_fn=listen_to_ctrl_c, **streams)
 
 
@@ -173,8 +170,8 @@ def test_ctrl_c_ends_a_process_with_130(source):
     )
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    code, err = end_of(process)
+    assert code == 130
     assert b"(interrupted)" in err
     assert err.endswith(b"interrupted\n")
     assert b"Traceback" not in err

@@ -85,6 +85,7 @@ def stream_answer(responses: Iterable[Any], out: TextIO, statistics: Statistics)
             out.write(response.text)
             out.flush()
             statistics.update(response)
+            cli.raise_if_interrupted()
     except KeyboardInterrupt:
         if statistics.generated_tokens:
             out.write("\n")
