@@ -47,11 +47,7 @@ from kernel_timing import (
 from turboquant_mlx import cli
 from turboquant_mlx.errors import TurboQuantError
 from turboquant_mlx.kernels import kv_attend, kv_selection
-from turboquant_mlx.kernels.dispatch import (
-    backend,
-    force_backend,
-    kernels_of_backend,
-)
+from turboquant_mlx.kernels.dispatch import force_backend, kernels_of_backend
 from turboquant_mlx.kernels.kv_selection import AttendLaunch
 from turboquant_mlx.kvcache.attend import attend, why_reference
 from turboquant_mlx.kvcache.codec import kernel_facts, kernel_sides
@@ -326,12 +322,17 @@ def command(argv: Sequence[str] | None) -> int:
         results = sweep(contexts, [WIDTHS[0]] if arguments.quick else WIDTHS)
     else:
         results = measure(contexts, widths, arguments.affine)
+    dialect = kernels_of_backend(mx.float16)
+    launches = kv_selection.GROUPS[dialect] if dialect else {}
     print(
         json.dumps(
             {
                 "machine": machine,
                 "clock": clock(),
-                "groups": kv_selection.GROUPS[backend()],
+                "groups": [
+                    {"warps": warps, "tiles": tiles, "groups": groups}
+                    for (warps, tiles), groups in launches.items()
+                ],
                 "sweep" if arguments.sweep else "attention": results,
             }
         )

@@ -84,6 +84,18 @@ def test_the_metal_text_is_the_one_in_review(work, spec):
     assert text == kept.read_text(), f"{kept.name} differs: look at it, then TQ_UPDATE_GOLDEN=1"
 
 
+@pytest.mark.skipif(mx.cuda.is_available(), reason="MLX for CUDA generates no Metal text")
+@pytest.mark.parametrize("spec", [SPEC, TERNARY], ids=["stream", "ternary"])
+@pytest.mark.parametrize("work", WORK)
+def test_address_spaces_are_told_apart(work, spec):
+    metal_on_cpu = pytest.importorskip("metal_on_cpu")
+    if why := metal_on_cpu.find_clang()[1]:
+        pytest.skip(why)
+    kernel, inputs, call = a_call(work, "metal", spec, dtype=mx.bfloat16)
+    found = metal_on_cpu.clang_diagnostics(kernel.build("metal"), inputs=inputs, **call)
+    assert [line for line in found if "unused" not in line] == []
+
+
 def test_the_matrix_units_are_used_on_cuda_alone():
     for dialect in ("metal", "cuda"):
         for dtype in (mx.float16, mx.bfloat16, mx.float32):
