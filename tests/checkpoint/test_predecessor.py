@@ -19,16 +19,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from turboquant_mlx.checkpoint import predecessor
 from turboquant_mlx.checkpoint.loader import load_model
 from turboquant_mlx.checkpoint.predecessor import (
-    dense_codes,
     is_predecessor,
     manifest_from_headers,
     plain_config,
-    repack,
     rotation_block,
 )
+from turboquant_mlx.checkpoint.repack import dense_codes, repack
 from turboquant_mlx.checkpoint.schema import Manifest, ModuleEntry
 from turboquant_mlx.checkpoint.source import inspect_folder
 from turboquant_mlx.errors import CheckpointError, TurboQuantError, UnsupportedModelError
@@ -382,7 +380,7 @@ def test_dense_codes(monkeypatch: pytest.MonkeyPatch, bits: int, width: int) -> 
     words = whole_words(indices, bits)
     if 32 % bits:
         words |= np.uint32(0xC0000000)  # unused bits are not codes
-    monkeypatch.setattr(predecessor, "BLOCK_BYTES", 4 * 3 * words.shape[-1])
+    monkeypatch.setattr("turboquant_mlx.checkpoint.repack.BLOCK_BYTES", 4 * 3 * words.shape[-1])
     dense = np.array(dense_codes(mx.array(words), bits, width))
     assert dense.shape == (2, 5, -(-width * bits // 32))
     stream = (dense[..., None] >> np.arange(32, dtype=np.uint32)) & 1

@@ -40,6 +40,7 @@ MLX_FREE = [
     "checkpoint.card",
     "checkpoint.config",
     "checkpoint.headers",
+    "checkpoint.predecessor",
     "checkpoint.schema",
     "checkpoint.source",
     "checkpoint.writer",

@@ -32,6 +32,7 @@ from .config import normalize_config, read_json_object
 from .config_check import check_config
 from .model_class import model_classes
 from .named_error import named_error, named_read_errors
+from .repack import repack
 from .schema import FLOAT_DTYPES, MODEL_FILE, Manifest, has_manifest
 from .source import GENERATION_FILE, Folder, has_tokenizer, inspect_folder, resolve
 
@@ -230,7 +231,7 @@ def _check_plain_tensors(manifest: Manifest, folder: Folder) -> None:
 
 
 def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    return predecessor.repack(weights, manifest)
+    return repack(weights, manifest)
 
 
 def _read_tensor(folder: Folder, name: str) -> np.ndarray:

@@ -23,9 +23,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import dispatch, kv_expand
 from ..kernels.kv_sides import KVRows
-from .codec import Parts, SideCodec, encode_sides, fold, kernel_facts, kernel_sides
+from .codec import Parts, SideCodec, encode_sides, fold
+from .decoded import decoded
 from .layout import Layout
 from .spec import MEAN_TOKENS
 
@@ -80,13 +80,13 @@ class PackedStore(Layout):
 
     @property
     def key_codec(self) -> SideCodec:
-        return self._codecs()[0]
+        return self.codecs()[0]
 
     @property
     def value_codec(self) -> SideCodec:
-        return self._codecs()[1]
+        return self.codecs()[1]
 
-    def _codecs(self) -> tuple[SideCodec, SideCodec]:
+    def codecs(self) -> tuple[SideCodec, SideCodec]:
         """Of keys and values; made once, for they are asked for several times a token."""
         held = self.held("codecs")
         if held is None or held[0] != (self.spec, self.widths):
@@ -296,78 +296,12 @@ class PackedStore(Layout):
             self.raw_keys = mx.contiguous(self.raw_keys[:, :, :size])
             self.raw_values = mx.contiguous(self.raw_values[:, :, :size])
 
-    # -- what attention sees ------------------------------------------------------------------
-
     def decoded(self, columns: int) -> tuple[mx.array, mx.array]:
         """Keys and values [B, Hkv, columns, D] of the first columns in the model's dtype, lazy.
 
         Columns before a row's first token hold anything finite.
         """
-        assert self.raw_keys is not None and self.raw_values is not None
-        rows = self.token_rows()._replace(columns=columns)
-        if any(self.frozen) and columns and (made := self._decoded_by_kernel(rows)):
-            return made
-        raw_lengths = [min(n, columns) for n in rows.raw]
-        out = []
-        for codec, parts, shift, raw in (
-            (self.key_codec, self.keys, self.shift, self.raw_keys),
-            (self.value_codec, self.values, None, self.raw_values),
-        ):
-            out.append(self._decoded_side(codec, parts, shift, raw, raw_lengths, columns))
-        return out[0], out[1]
-
-    def _decoded_by_kernel(self, rows: KVRows) -> tuple[mx.array, mx.array] | None:
-        """``decoded`` in one launch, or None where no kernel does it."""
-        assert self.raw_keys is not None and self.raw_values is not None
-        dialect = dispatch.kernels_of_backend(self.dtype)
-        if dialect is None:
-            return None
-        codecs = self._codecs()
-        sides = kernel_sides(*codecs)
-        if kv_expand.why_no_kernel(sides, (self.keys[0], self.values[0])):
-            return None
-        return kv_expand.kv_expand(
-            self.keys,
-            self.values,
-            dialect,
-            sides=sides,
-            facts=kernel_facts(*codecs),
-            rows=rows,
-            raw=(self.raw_keys, self.raw_values),
-            shift=self.shift,
-            dtype=self.dtype,
-        )
-
-    def _decoded_side(
-        self,
-        codec: SideCodec,
-        parts: Parts,
-        shift: mx.array | None,
-        raw: mx.array,
-        raw_lengths: list[int],
-        columns: int,
-    ) -> mx.array:
-        # one sequence: its raw tokens come first
-        first = raw_lengths[0] if self.batch == 1 and self.padding[0] == 0 else 0
-        pieces = [raw[:, :, :first]] if first else []
-        if any(self.frozen):
-            step = max(STEP, DECODE_PIECE // (raw.shape[0] * raw.shape[1] * codec.width))
-            for start in range(first, columns, step):
-                stop = min(start + step, columns)
-                part = tuple(p[:, :, start:stop] for p in parts)
-                pieces.append(codec.decode(part, shift, self.dtype))
-        elif columns > first:
-            pieces.append(mx.zeros((*raw.shape[:2], columns - first, codec.width), self.dtype))
-        if not pieces:
-            return raw[:, :, :0]
-        whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
-        if not first:
-            for r, n in enumerate(raw_lengths):
-                n = min(n, columns - self.padding[r])
-                if n > 0:
-                    column = self.padding[r]
-                    whole[r, :, column : column + n] = raw[r, :, :n]
-        return whole
+        return decoded(self, columns)
 
     # -- rearranging --------------------------------------------------------------------------
 
@@ -478,10 +412,6 @@ class PackedStore(Layout):
             frozen=list(self.frozen),
             dropped=list(self.dropped),
         )
-
-
-DECODE_PIECE = 2**20
-"""Values that are decoded at a time; what lies between codes and 16 bits takes 20 bytes each."""
 
 
 def _padded(parts: Iterable[mx.array], size: int) -> Parts:
