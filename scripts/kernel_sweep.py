@@ -283,15 +283,15 @@ def measure_thresholds(dialect: Dialect, end: float) -> list[dict]:
         note(f"{outputs} x {width}, rows", rows, **times)
 
     x = mx.random.normal((512, width)).astype(mx.float16)
-    before = matmul.DECODED_BYTES
+    before = matmul.DECODED_BYTES[dialect]
     for mebibytes in (16, 32, 64, 128):
         if time.monotonic() > end:
             return results
-        matmul.DECODED_BYTES = mebibytes * 2**20
+        matmul.DECODED_BYTES[dialect] = mebibytes * 2**20
         try:
             ours = kernel_seconds(decoded, x, weights)
         finally:
-            matmul.DECODED_BYTES = before
+            matmul.DECODED_BYTES[dialect] = before
         note(f"{outputs} x {width}, 512 rows, decoded MiB", mebibytes, ours=ours)
     whole = [fp16(outputs, width) for _ in range(2)]
     note(f"{outputs} x {width}, rows", 512, fp16=kernel_seconds(lambda x, w: x @ w.T, x, whole))

@@ -28,7 +28,7 @@ def close(got: mx.array, want: np.ndarray) -> bool:
 @pytest.mark.parametrize("rows", [2, 12])
 @pytest.mark.parametrize("qjl", [False, True])
 def test_the_gradient_is_that_of_the_decoded_weight(dialect, rows, qjl, monkeypatch):
-    monkeypatch.setattr(matmul, "DECODED_BYTES", 192 * 4 * 16)  # several blocks
+    monkeypatch.setitem(matmul.DECODED_BYTES, dialect, 192 * 4 * 16)  # several blocks
     spec = SPEC.with_(window_bits=8, rotation_block=64, qjl=qjl)
     weight, x = packed(spec, 37, 192), activation(rows, 192)
     direction = activation(rows, 37, seed=5)

@@ -6,8 +6,7 @@ import mlx.core as mx
 import pytest
 
 from turboquant_mlx.kernels import in_flight
-from turboquant_mlx.kernels.in_flight import note_decoded
-from turboquant_mlx.kernels.selection import IN_FLIGHT_BYTES
+from turboquant_mlx.kernels.in_flight import limit_bytes, note_decoded
 
 
 @pytest.fixture(autouse=True)
@@ -26,25 +25,25 @@ def handed_over(monkeypatch):
 
 def test_little_is_left_to_mlx(handed_over):
     for _ in range(7):
-        note_decoded(mx.ones(4), IN_FLIGHT_BYTES // 8)
+        note_decoded(mx.ones(4), limit_bytes() // 8)
     assert handed_over == {"handed": [], "waited": []}
 
 
 def test_the_host_waits_for_the_piece_before_the_last(handed_over):
     for _ in range(3):
-        note_decoded(mx.ones(4), IN_FLIGHT_BYTES)
+        note_decoded(mx.ones(4), limit_bytes())
     first, second, _ = handed_over["handed"]
     assert handed_over["waited"] == [(first,), (second,)]
 
 
 def test_a_mark_is_one_number_and_nothing_of_the_product():
-    note_decoded(mx.full((3, 4), 2.0), IN_FLIGHT_BYTES)
+    note_decoded(mx.full((3, 4), 2.0), limit_bytes())
     (mark,) = in_flight._state.marks
     assert mark.tolist() == [2.0]
 
 
 def test_an_empty_product_is_not_waited_for(handed_over):
-    note_decoded(mx.zeros((0, 4)), IN_FLIGHT_BYTES)
+    note_decoded(mx.zeros((0, 4)), limit_bytes())
     assert handed_over["handed"] == []
 
 
@@ -52,7 +51,7 @@ def test_an_empty_product_is_not_waited_for(handed_over):
 def test_transformations_trace_through_it(transform):
     def square(x):
         y = x * x
-        note_decoded(y, IN_FLIGHT_BYTES)
+        note_decoded(y, limit_bytes())
         return y.sum()
 
     x = mx.array([3.0])

@@ -82,7 +82,7 @@ def tolerance(dtype: mx.Dtype, width: int) -> float:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("rows", [9, 33])
 def test_more_rows_than_the_matvec_takes(dialect, dtype, rows, monkeypatch):
-    monkeypatch.setattr(matmul, "DECODED_BYTES", 192 * 4 * 32)  # several blocks
+    monkeypatch.setitem(matmul.DECODED_BYTES, dialect, 192 * 4 * 32)  # several blocks
     weight = packed(QuantSpec(bits=3, window_bits=8, group_size=64, scale_layout="log8"), 70, 192)
     x = activation(rows, 192, dtype=dtype)
     with running(dialect):
@@ -109,12 +109,12 @@ def test_large_activations_do_not_overflow(dialect):
 
 def test_decoded_rows_are_bounded(monkeypatch):
     """Never the whole of a large matrix, at whatever number of rows."""
-    monkeypatch.setattr(matmul, "DECODED_BYTES", 64 * 192 * 2)
+    monkeypatch.setitem(matmul.DECODED_BYTES, dialects()[0], 64 * 192 * 2)
     weight = packed(QuantSpec(bits=3, group_size=64), 200, 192)
     blocks = []
     with running(dialects()[0]):
         for block, start, stop in matmul.dense_blocks(weight, mx.float16, dialects()[0]):
-            assert block.nbytes <= matmul.DECODED_BYTES
+            assert block.nbytes <= 64 * 192 * 2
             blocks.append((start, stop))
     assert blocks == [(0, 64), (64, 128), (128, 192), (192, 200)]
 

@@ -13,6 +13,7 @@ import threading
 
 import mlx.core as mx
 
+from .dispatch import backend
 from .selection import IN_FLIGHT_BYTES
 
 
@@ -22,6 +23,12 @@ class _State(threading.local):
 
 
 _state = _State()
+
+
+def limit_bytes() -> int:
+    """Decoded bytes after which work is handed over here."""
+    choice = backend()
+    return IN_FLIGHT_BYTES["metal" if choice == "metal" else "cuda"]
 
 
 def note_decoded(product: mx.array, n_bytes: int) -> None:
@@ -34,7 +41,7 @@ def note_decoded(product: mx.array, n_bytes: int) -> None:
         n_bytes: of the decoded weight.
     """
     _state.n_bytes += n_bytes
-    if _state.n_bytes < IN_FLIGHT_BYTES or product.size == 0:
+    if _state.n_bytes < limit_bytes() or product.size == 0:
         return
     _state.n_bytes = 0
     # one number of its own, that keeps none of the product in memory

@@ -129,7 +129,7 @@ def dense_blocks(
 ) -> Iterator[tuple[mx.array, int, int]]:
     """Blocks of decoded rows with their first row and their end."""
     rows, width = weight.shape
-    step = max(1, DECODED_BYTES // (dtype.size * width))
+    step = max(1, DECODED_BYTES[dialect] // (dtype.size * width))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         block = weight if stop - start == rows else weight.rows(start, stop)
