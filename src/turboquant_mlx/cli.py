@@ -120,6 +120,8 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         hint = "fewer bits or a shorter prompt need less"
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
+    finally:
+        _forget_ctrl_c()
 
 
 def raise_if_interrupted() -> None:
@@ -144,12 +146,16 @@ def _note_ctrl_c(number: int, frame: FrameType | None) -> None:
 
 def _remember_ctrl_c() -> None:
     """Let ``raise_if_interrupted`` know of a Ctrl-C from now on."""
-    global _ctrl_c_was_pressed
-    _ctrl_c_was_pressed = False
     # whoever starts us with Ctrl-C ignored, as nohup does, wants us to go on
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note_ctrl_c)
+
+
+def _forget_ctrl_c() -> None:
+    """What comes after a command in this process is not to be ended by it."""
+    global _ctrl_c_was_pressed
+    _ctrl_c_was_pressed = False
 
 
 def _end_cleanly_on_sigterm() -> None:

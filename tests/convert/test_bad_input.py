@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -531,6 +532,22 @@ def test_ctrl_c_leaves_everything_as_it_was(llama: Path, tmp_path: Path) -> None
     assert b"Traceback" not in err
     assert contents(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ctrl_c_that_a_library_keeps_to_itself_still_ends(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(*args: Any) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        write(*args)
+
+    write = writer_module.write_bytes
+    monkeypatch.setattr(writer_module, "write_bytes", deaf)
+    result = convert(llama, tmp_path / "out")
+    assert result.code == 130
+    assert result.err.endswith("interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_request_to_end_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ..checkpoint.model_class import SOURCE_MODEL_FILE
 from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, expected_tensors
 from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter
+from ..cli import raise_if_interrupted
 from ..errors import QuantizationError
 from ..kernels.dispatch import backend
 from ..quant.rotation import random_signs
@@ -296,6 +297,7 @@ class Job:
             desc="converting",
         ) as bar:
             for path, tensors in self.layout.items():
+                raise_if_interrupted()
                 bar.set_postfix_str(path, refresh=False)
                 arrays = self._make(path)
                 for tensor in tensors:

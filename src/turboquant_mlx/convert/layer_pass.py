@@ -20,6 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
+from ..cli import raise_if_interrupted
 from ..kernels.dispatch import backend
 from ..layers import cpu
 from .roles import role_of
@@ -85,6 +86,7 @@ class LayerPass:
 
     def _run_layer(self, path: str, bar: tqdm, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Run one decoder layer to its end, then let go of its weights."""
+        raise_if_interrupted()
         layer = self.layers[path]
         if path in self.spent:
             self._refill(path, layer)

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from ..cli import raise_if_interrupted
 from ..kernels.dispatch import backend
 from ..layers import cpu
 
@@ -109,6 +110,7 @@ def sample_sequences(
     )
     drawn = np.zeros(sequences, np.int32)
     for step in steps:
+        raise_if_interrupted()
         drawn = np.array(
             [
                 own[step] if step < len(own) else other

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from ..checkpoint.loader import load_tokenizer
 from ..checkpoint.source import Folder, has_tokenizer
+from ..cli import raise_if_interrupted
 from ..errors import CheckpointError
 from .candidates import load_source
 from .options import DEFAULT_CACHE_GB
@@ -132,6 +133,7 @@ class Scorer:
             return summarize(self._score_chunk(forward, i) for i in bar)
 
     def _score_chunk(self, forward: Forward, index: int) -> ChunkScores:
+        raise_if_interrupted()
         chunks = self.chunks
         reference = None if self.reference is None else self.reference.log_probs(index)
         logits = forward(chunks.ids[index])
