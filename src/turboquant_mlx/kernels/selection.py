@@ -78,19 +78,19 @@ MATVEC_LAUNCHES: dict[Dialect, dict[tuple[Codec, SizeClass], dict[int, Launch]]]
         ("scalar", "small"): {1: Launch(4, 2, 8), 4: Launch(4, 2, 8)},  # 3.7, 4.2
         ("trellis", "middle"): {1: Launch(8, 4, 8), 4: Launch(4, 2, 8), 8: Launch(2, 1, 8)},
         # 10.7, 15.0, 24.4
-        ("scalar", "middle"): {1: Launch(8, 4, 8), 4: Launch(4, 2, 8), 8: Launch(4, 1, 8)},
-        # 7.8, 11.9, 19.8
+        ("scalar", "middle"): {1: Launch(4, 4, 8), 4: Launch(4, 2, 8), 8: Launch(4, 1, 8)},
+        # 6.7, 11.9, 19.8
         ("trellis", "wide"): {1: Launch(4, 4, 8), 4: Launch(4, 2, 8), 8: Launch(2, 1, 8)},
         # 27.2, 35.6, 68.6
         ("scalar", "wide"): {1: Launch(4, 4, 8), 4: Launch(4, 2, 8), 8: Launch(4, 1, 8)},
         # 18.3, 29.5, 55.7
         ("trellis", "large"): {1: Launch(8, 1, 8), 4: Launch(4, 1, 8), 8: Launch(4, 1, 4)},
         # 23.4, 40.4, 63.1
-        ("scalar", "large"): {1: Launch(8, 2, 8), 4: Launch(4, 1, 8), 8: Launch(8, 1, 4)},
-        # 16.6, 31.1, 53.7
-        ("trellis", "huge"): {1: Launch(8, 1, 8), 4: Launch(8, 1, 4), 8: Launch(4, 1, 8)},
-        # 169.1, 261.4, 469.2
-        ("scalar", "huge"): {1: Launch(8, 1, 8), 8: Launch(8, 1, 4)},  # 94.6, 389.3
+        ("scalar", "large"): {1: Launch(4, 1, 4), 4: Launch(4, 1, 8), 8: Launch(8, 1, 4)},
+        # 14.9, 31.1, 53.7
+        ("trellis", "huge"): {4: Launch(8, 1, 4), 8: Launch(4, 1, 8)},
+        # 147.7, 261.4, 469.2
+        ("scalar", "huge"): {8: Launch(8, 1, 4)},  # 87.9 for one row, 389.3
     },
     # Nothing has been measured on Apple silicon.
     "metal": {},
