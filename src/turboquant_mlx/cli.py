@@ -10,7 +10,7 @@ import sys
 
 def _end_quietly(kind, error, traceback) -> None:
     """``sys.excepthook`` of our commands: Ctrl-C while Python is still importing is no fault."""
-    if issubclass(kind, KeyboardInterrupt):
+    if issubclass(kind, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     sys.__excepthook__(kind, error, traceback)
@@ -91,7 +91,12 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
-        code = command(argv) or EXIT_OK
+        try:
+            code = command(argv) or EXIT_OK
+        except Exception:
+            raise_if_interrupted()  # what a library made of it
+            raise
+        raise_if_interrupted()
         sys.stdout.flush()
         return code
     except TurboQuantError as error:
@@ -121,27 +126,34 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
     finally:
-        _forget_ctrl_c()
+        _forget_signals()
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt again if Ctrl-C was pressed and somebody else kept it.
+    """End again if Ctrl-C was pressed, or an end was asked for, and somebody else kept that.
 
-    Python raises it wherever it happens to be, which may be deep in a library, or below C code that
-    drops exceptions. So long work asks here at every step. Does nothing in a process whose Ctrl-C
-    is not ours (``run`` was not called, or the caller ignores it).
+    Python raises the exception wherever it happens to be, which may be deep in a library, or below
+    C code that drops exceptions. So long work asks here at every step. Does nothing in a process
+    whose signals are not ours (``run`` was not called, or the caller ignores them).
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C.
+        SystemExit: after SIGTERM.
     """
-    if _ctrl_c_was_pressed:
+    if _asked_to_end == signal.SIGINT:
         raise KeyboardInterrupt
+    if _asked_to_end:
+        raise SystemExit(128 + _asked_to_end)
 
 
-_ctrl_c_was_pressed = False
+_asked_to_end = 0
+"""Number of the signal that did, 0 for none."""
 
 
-def _note_ctrl_c(number: int, frame: FrameType | None) -> None:
-    global _ctrl_c_was_pressed
-    _ctrl_c_was_pressed = True
-    signal.default_int_handler(number, frame)
+def _note(number: int, frame: FrameType | None) -> None:
+    global _asked_to_end
+    _asked_to_end = number
+    raise_if_interrupted()
 
 
 def _remember_ctrl_c() -> None:
@@ -149,23 +161,19 @@ def _remember_ctrl_c() -> None:
     # whoever starts us with Ctrl-C ignored, as nohup does, wants us to go on
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _note_ctrl_c)
+        signal.signal(signal.SIGINT, _note)
 
 
-def _forget_ctrl_c() -> None:
-    """What comes after a command in this process is not to be ended by it."""
-    global _ctrl_c_was_pressed
-    _ctrl_c_was_pressed = False
+def _forget_signals() -> None:
+    """What comes after a command in this process is not to be ended by them."""
+    global _asked_to_end
+    _asked_to_end = 0
 
 
 def _end_cleanly_on_sigterm() -> None:
     """Let a request to end unwind the stack, so that what is half written is removed."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGTERM, _note)
 
 
 def _slow_progress_in_logs() -> None:
@@ -176,6 +184,14 @@ def _slow_progress_in_logs() -> None:
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "5")
+
+
+def bars_are_off(shown: bool) -> bool:
+    """What progress bars are told as ``disable``; by ``TQDM_DISABLE`` a user wants none.
+
+    tqdm itself asks for the variable only where nothing is said about it.
+    """
+    return not shown or os.environ.get("TQDM_DISABLE", "").lower() not in ("", "0", "false")
 
 
 def _open_closed_streams() -> None:

@@ -149,6 +149,37 @@ def test_attention_through_the_hook_runs_on_the_packed_store(backend, monkeypatc
     assert distance(stale, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("change", ["*=", "+=", "[]"])
+def test_views_that_a_model_changes_are_no_longer_answered_from_the_store(change):
+    cache = TurboQuantKVCache(8)
+    keys, values = cache.update_and_fetch(random(1, 2, 50, 64), random(1, 2, 50, 64, seed=1))
+    plain = [mx.array(keys), mx.array(values)]
+    for k in (keys, plain[0]):
+        if change == "*=":
+            k *= 3
+        elif change == "+=":
+            k += 1
+        else:
+            k[:, :, 10] = 5
+    q = random(1, 2, 1, 64, seed=2)
+    got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.1)
+    want = mx.fast.scaled_dot_product_attention(q, *plain, scale=0.1)
+    assert distance(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_padding_is_hidden_whatever_a_mask_says_before_anything_is_packed(additive):
+    store = filled(KVSpec(8, 8), [0, 7], 20, 2, 64)
+    assert not any(store.frozen)
+    q = random(2, 4, 1, 64, seed=3)
+    mask = mx.zeros((2, 1, 1, 20)) if additive else mx.ones((2, 1, 1, 20), mx.bool_)
+    with force_backend("metal"):  # its kernels take none of this
+        got = attend(q, store, scale=0.1, mask=mask)
+    with force_backend("portable"):
+        want = attend(q, store, scale=0.1, mask=mask)
+    assert distance(got, want) < 1e-5
+
+
 def test_the_latest_handler_of_the_hook_is_asked_first():
     """The CPU's own attention, registered when a model was loaded, would decode the whole cache."""
     asked = []

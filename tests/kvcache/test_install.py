@@ -120,6 +120,14 @@ def test_converting_twice_changes_nothing():
     assert convert(made) is made
 
 
+def test_converting_a_list_twice_leaves_the_keys_of_an_index_alone():
+    prompt_cache = [CacheList(KVCache(), KVCache())]
+    for _ in range(2):
+        maybe_quantize_kv_cache(prompt_cache, 0, 64, 3.5)
+        pack_prompt_cache(prompt_cache, KVSpec(3, 4))
+    assert [type(c) for c in prompt_cache[0].caches] == [TurboQuantKVCache, KVCache]
+
+
 def test_protected_layers_stay_plain():
     prompt_cache = [KVCache() for _ in range(6)]
     pack_prompt_cache(prompt_cache, KVSpec(3, 4, protect_first=1, protect_last=2))

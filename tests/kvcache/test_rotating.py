@@ -192,11 +192,13 @@ def test_trimmed_and_appended_again_equals_never_appended(n):
     assert same(cache, single(n))
 
 
-def test_a_window_that_has_forgotten_something_cannot_be_trimmed():
-    cache = single(WINDOW)
+def test_a_window_that_has_forgotten_something_takes_back_no_more_than_the_latest_append():
+    cache = single(100)
     assert not cache.is_trimmable()
-    assert cache.trim(1) == 0
-    assert same(cache, single(WINDOW))
+    assert cache.trim(21) == 0
+    assert same(cache, single(100))
+    assert cache.trim(20) == 20
+    assert same(cache, single(80))
 
 
 @pytest.mark.parametrize("n", [30, 100])
@@ -517,3 +519,57 @@ def test_a_model_with_caches_of_its_own_takes_no_size(model):
     uninstall(model)
     with pytest.raises(OptionError, match="makes caches of its own"):
         install(model, KVSpec(8, 8), max_kv_size=64)
+
+
+# -- taking back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [WINDOW, 100])
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_draft_can_be_taken_back_from_a_window_that_has_turned_around(n, keep):
+    """As mlx-vlm does it, which asks neither whether it can nor whether it was done."""
+    cache = single(n, keep=keep)
+    feed(cache, [4], at=n)
+    assert cache.trim(3) == 3
+    assert cache.offset == n + 1
+    assert same(cache, single(n + 1, keep=keep))
+    feed(cache, [20], at=n + 1)
+    assert same(cache, single(n + 21, keep=keep))
+
+
+def test_rows_take_back_different_numbers_of_tokens():
+    lengths, back = [70, 20, 55], [0, 3, 1]
+    batch = TurboQuantRotatingKVCache.merge([single(n, row=r) for r, n in enumerate(lengths)])
+    drafts = [part(sequence(r), n, n + 4) for r, n in enumerate(lengths)]
+    batch.update_and_fetch(*(mx.concatenate(side) for side in zip(*drafts, strict=True)))
+    batch.prepare(right_padding=back)
+    batch.finalize()
+    assert batch.offset.tolist() == [n + 4 - b for n, b in zip(lengths, back, strict=True)]
+    for r, (n, b) in enumerate(zip(lengths, back, strict=True)):
+        assert same(batch.extract(r), single(n + 4 - b, row=r))
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_masks_fit_what_a_right_padded_prompt_in_pieces_sees(step):
+    batch = TurboQuantRotatingKVCache.merge([single(30, row=0), single(10, row=1)])
+    batch.prepare(lengths=[2, 20], right_padding=[18, 0])
+    for start in range(0, 20, step):
+        mask = batch.make_mask(step)
+        pairs = [part(sequence(r), n + start, n + start + step) for r, n in enumerate([30, 10])]
+        keys, _ = batch.update_and_fetch(*(mx.concatenate(s) for s in zip(*pairs, strict=True)))
+        assert mask.shape == (2, 1, step, keys.shape[2])
+    batch.finalize()
+    assert batch.offset.tolist() == [32, 30]
+
+
+def test_a_snapshot_stays_as_it_was_taken():
+    cache = single(100)
+    snapshot = cache.prefix_cache_snapshot()
+    feed(cache, [5], at=100)
+    restored = [single(7) for _ in range(2)]
+    for other in restored:
+        other.prefix_cache_restore(snapshot)
+    feed(restored[0], [1, 1], row=1, at=100)
+    assert same(restored[1], single(100))
+    feed(restored[1], [5], at=100)
+    assert same(restored[1], cache)

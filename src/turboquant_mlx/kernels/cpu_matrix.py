@@ -180,19 +180,43 @@ class CpuMatrix:
         return max(1, BLOCK_BYTES // (4 * self.shape[1]))
 
     def _differentiable_product(self) -> Callable[[mx.array], Any]:
-        rows, columns = self.shape
+        """``x W^T`` as a linear function of ``x``, of which each derivative is one, too.
 
-        @mx.custom_function
-        def product(x: mx.array) -> mx.array:
-            y = self.multiply(as_numpy(x).reshape(-1, columns))
-            return mx.array(y).astype(x.dtype).reshape(*x.shape[:-1], rows)
+        MLX does not see what NumPy computes: without a rule it would take it for a constant.
+        """
+        rows, columns = self.shape
+        product: Any = mx.custom_function(_linear(self.multiply, columns, rows))
+        transposed: Any = mx.custom_function(_linear(self.multiply_transposed, rows, columns))
 
         @product.vjp
         def product_vjp(x, cotangent, _):
-            grad = self.multiply_transposed(as_numpy(cotangent).reshape(-1, rows))
-            return mx.array(grad).astype(x.dtype).reshape(x.shape)
+            return transposed(cotangent).astype(x.dtype)
+
+        @product.jvp
+        def product_jvp(x, tangent):
+            return product(tangent)
+
+        @transposed.vjp
+        def transposed_vjp(y, cotangent, _):
+            return product(cotangent).astype(y.dtype)
+
+        @transposed.jvp
+        def transposed_jvp(y, tangent):
+            return transposed(tangent)
 
         return product
+
+
+def _linear(
+    multiply: Callable[[np.ndarray], np.ndarray], width: int, outputs: int
+) -> Callable[[mx.array], mx.array]:
+    """A function of MLX arrays [..., width] that computes in NumPy; it keeps the dtype."""
+
+    def apply(x: mx.array) -> mx.array:
+        y = multiply(as_numpy(x).reshape(-1, width))
+        return mx.array(y).astype(x.dtype).reshape(*x.shape[:-1], outputs)
+
+    return apply
 
 
 def expert_product(

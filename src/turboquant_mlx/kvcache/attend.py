@@ -59,7 +59,9 @@ def attend(
         return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
     given = mask if isinstance(mask, mx.array) else None
     if not any(store.frozen) and (given is not None or not any(store.padding)):
-        # all in 16 bits, and padding hidden by the mask
+        # all in 16 bits
+        if given is not None and any(store.padding):
+            mask = _without_padding(given, store)
         plain = [x.astype(queries.dtype) for x in store.decoded(store.columns)]
         return mx.fast.scaled_dot_product_attention(
             queries, *plain, scale=scale, mask=mask, sinks=sinks
@@ -86,6 +88,14 @@ def attend(
         return reference(queries, store, scale=scale, mask=mask, sinks=sinks)
     raw = store.raw_keys, store.raw_values
     return call(queries, store.keys, store.values, rows, *raw, store.shift, sinks, given)
+
+
+def _without_padding(mask: mx.array, store: PackedStore) -> mx.array:
+    """A mask that also hides the columns before each row's first token."""
+    there = mx.arange(store.columns) >= mx.array(store.padding)[:, None, None, None]
+    if mask.dtype == mx.bool_:
+        return mask & there
+    return mx.where(there, mask, mx.array(-mx.inf, mask.dtype))
 
 
 def _prepared(

@@ -62,7 +62,7 @@ def pack_entry(
     if kind_of(entry) in WINDOWS and windows_too:
         return _pack_window(entry, spec)
     if kind_of(entry) == "CacheList":
-        first = next((c for c in entry.caches if kind_of(c) in (*FULL, *WINDOWS)), None)
+        first = next((c for c in entry.caches if _is_attention(c)), None)
         every = model_type in ATTENTION_PAIRS
         entry.caches = type(entry.caches)(
             pack_entry(c, spec, model_type, windows_too) if every or c is first else c
@@ -72,6 +72,11 @@ def pack_entry(
     if type(entry) in (list, tuple):
         return type(entry)(pack_entry(c, spec, model_type, windows_too) for c in entry)
     return entry
+
+
+def _is_attention(entry: Any) -> bool:
+    """Whether a cache holds keys and values, packed already or not."""
+    return kind_of(entry) in (*FULL, *WINDOWS) or isinstance(entry, PackedCache)
 
 
 def _pack_window(entry: Any, spec: KVSpec) -> Any:

@@ -215,6 +215,9 @@ class PackedSingle(PackedCache):
 class PackedBatch(PackedCache):
     """What caches of several sequences have in common, padded on the left."""
 
+    _behind: tuple[int, ...] = ()
+    """Right padding that ``prepare`` was told of without lengths."""
+
     @property
     def offset(self) -> mx.array:
         """int32 [B]: the position of each row's next token; negative inside its padding."""
@@ -242,8 +245,11 @@ class PackedBatch(PackedCache):
     ) -> None:
         """Announce padding of the prompt that comes next.
 
+        Right padding without ``lengths`` may also be that of the latest tokens, which are to be
+        taken back (as mlx-vlm does with what a draft had wrong in some rows).
+
         Raises:
-            ValueError: left padding of a cache that holds tokens, right padding without lengths.
+            ValueError: left padding of a cache that holds tokens.
         """
         store = self.store
         if left_padding is not None:
@@ -252,7 +258,8 @@ class PackedBatch(PackedCache):
             store.padding = [p + int(n) for p, n in zip(store.padding, left_padding, strict=True)]
         if right_padding is not None and max(right_padding) > 0:
             if lengths is None:
-                raise ValueError("right padding needs the lengths of the prompts")
+                self._behind = tuple(int(n) for n in right_padding)
+                return
             before = store.lengths()
             store.limits = [b + int(n) for b, n in zip(before, lengths, strict=True)]
 
@@ -260,6 +267,9 @@ class PackedBatch(PackedCache):
         """Move the padding behind the prompts, if there was any, to before them."""
         if self.store.limits is not None:
             self.store.roll(self.store.beyond_limits())
+        if any(self._behind):
+            self.store.roll(self._behind)
+            self._behind = ()
 
     def filter(self, batch_indices: Any) -> None:
         """Keep just these rows, in this order."""

@@ -59,7 +59,13 @@ class RotatingPackedCache(PackedCache):
 
     def _seen_before(self) -> int:
         """Columns that the next append still sees."""
-        return min(self.store.live, self.max_size - 1)
+        columns = self.store.columns
+        return min(columns - min(min(self._padding(), default=0), columns), self.max_size - 1)
+
+    def _padding(self) -> list[int]:
+        """Columns before each row's first token once padding behind a complete row is before it,
+        where the next append puts it."""
+        return [p + n for p, n in zip(self.store.padding, self.store.beyond_limits(), strict=True)]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys [B, Hkv, n, D] and values; views of what their queries may see: up to
@@ -99,8 +105,14 @@ class RotatingPackedCache(PackedCache):
         return max(self.store.offsets()) < self.max_size
 
     def trim(self, n: int) -> int:
-        """Forget the last n tokens; returns how many: none once the window has turned around."""
-        return super().trim(n) if self.is_trimmable() else 0
+        """Forget the last n tokens; returns how many there were to forget.
+
+        Once the window has turned around that is all or nothing: the tokens of the latest append,
+        for which nothing has been forgotten yet, can be taken back (those of a draft, say).
+        """
+        if self.is_trimmable() or n <= self.store.live - (self.max_size - 1):
+            return super().trim(n)
+        return 0
 
     def size(self) -> int:
         return min(self.store.live, self.max_size)
@@ -276,7 +288,7 @@ class BatchTurboQuantRotatingKVCache(RotatingPackedCache, PackedBatch, mlx_lm_ca
         """bool [B, 1, N, columns]: what N queries of each row may see of the columns that the next
         append shows."""
         before = self._seen_before()
-        hidden = [p - (self.store.columns - before) for p in self.store.padding]
+        hidden = [p - (self.store.columns - before) for p in self._padding()]
         return create_causal_mask(
             N, before, window_size=window_size or self.max_size, left_padding=mx.array(hidden)
         )

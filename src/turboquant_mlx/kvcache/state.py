@@ -27,7 +27,14 @@ def state_of(store: PackedStore) -> tuple:
     spec = ",".join(f"{k}={v}" for k, v in asdict(s.spec).items())
     facts = (STATE_VERSION, spec, s.dtype_name, s.columns, s.widths[0], s.widths[1])
     rows = [(p, bool(f)) for p, f in zip(s.padding, s.frozen, strict=True)]
-    return facts, rows, (s.shift, s.raw_keys, s.raw_values), list(s.keys), list(s.values)
+    few = tuple(_own(a) for a in (s.shift, s.raw_keys, s.raw_values))
+    return facts, rows, few, [_own(a) for a in s.keys], [_own(a) for a in s.values]
+
+
+def _own(array: Any) -> Any:
+    """An array of one's own with the same contents: a store writes into its arrays in place, which
+    changes whatever holds the same object."""
+    return mx.array(array) if isinstance(array, mx.array) else array
 
 
 def store_of(state: tuple, *, keep: int = 0, dropped: Sequence[int] = ()) -> PackedStore:
@@ -62,10 +69,10 @@ def store_of(state: tuple, *, keep: int = 0, dropped: Sequence[int] = ()) -> Pac
             dropped=list(dropped),
         )
         store.dtype_name, store.widths = dtype_name, (int(key_width), int(value_width))
-        store.shift, store.raw_keys, store.raw_values = shift, raw_keys, raw_values
+        store.shift, store.raw_keys, store.raw_values = map(_own, (shift, raw_keys, raw_values))
         if raw_keys is not None:
             keys, values = sides
-            store.keys, store.values = tuple(keys), tuple(values)
+            store.keys, store.values = tuple(map(_own, keys)), tuple(map(_own, values))
             _check(store)
         return store
     except (TypeError, ValueError, AttributeError, OptionError) as error:

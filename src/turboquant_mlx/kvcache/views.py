@@ -22,7 +22,24 @@ from .store import PackedStore
 class PackedView(mx.array):
     """Decoded keys or values, lazy; ``link`` is (store, its version, "keys" or "values")."""
 
-    link: tuple[PackedStore, int, str]
+    link: tuple[PackedStore, int, str] | None
+
+
+def _unlinked(name: str) -> Any:
+    """A method that changes an array in place: what it holds is no longer what the store holds."""
+    change = getattr(mx.array, name)
+
+    def changed(self: PackedView, *args: Any) -> Any:
+        self.link = None
+        return change(self, *args)
+
+    return changed
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"):
+    if hasattr(mx.array, f"__i{_name}__"):
+        setattr(PackedView, f"__i{_name}__", _unlinked(f"__i{_name}__"))
+PackedView.__setitem__ = _unlinked("__setitem__")  # type: ignore[method-assign]
 
 
 def view_pair(store: PackedStore, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -39,6 +56,8 @@ def view_pair(store: PackedStore, keys: mx.array, values: mx.array) -> tuple[mx.
 def linked_store(keys: Any, values: Any) -> PackedStore | None:
     """The store that both are views of, as long as it has not changed since."""
     if type(keys) is not PackedView or type(values) is not PackedView:
+        return None
+    if keys.link is None:
         return None
     store, version, kind = keys.link
     same = values.link == (store, version, "values")

@@ -61,12 +61,14 @@ class ExpandedWeight:
         self._make = make
         self._seen: tuple | None = None
         self._matrix: CpuMatrix | None = None
+        self._made_to_keep = False
 
     def matrix(self) -> CpuMatrix:
         """The current matrix."""
         now = self._version()
-        if self._matrix is None or not _same(self._seen, now) or self._matrix.keep < self.keep:
+        if self._matrix is None or not _same(self._seen, now) or self._made_to_keep < self.keep:
             self._matrix, self._seen = self._make(self.keep), now
+            self._made_to_keep = self.keep
         return self._matrix
 
     def drop(self) -> None:
@@ -204,33 +206,40 @@ def _affine_rows(layer: Any, weight, scales, biases, start: int, stop: int) -> n
     return as_numpy(rows)
 
 
+def _result_dtype(layer: Any, x: mx.array) -> mx.Dtype:
+    """Dtype of the stock layer's product, without its bias: gates in float32 stay that wide."""
+    scales = layer.get("scales")
+    other = layer.weight if scales is None else scales
+    return mx.result_type(x, other) if mx.issubdtype(other.dtype, mx.floating) else x.dtype
+
+
 class _CpuLinearMixin:
     def __call__(self: Any, x: mx.array) -> mx.array:
         if backend() != "cpu" or is_traced(x) or is_differentiated(self.weight):
             return super().__call__(x)  # type: ignore[misc]
-        y = self.expanded.matrix()(x)
-        return (y + self.bias).astype(y.dtype) if "bias" in self else y
+        y = self.expanded.matrix()(x, _result_dtype(self, x))
+        return y + self.bias if "bias" in self else y
 
 
 class _CpuEmbeddingMixin:
     def as_linear(self: Any, x: mx.array) -> mx.array:
         if backend() != "cpu" or is_traced(x) or is_differentiated(self.weight):
             return super().as_linear(x)  # type: ignore[misc]
-        return self.expanded.matrix()(x)
+        return self.expanded.matrix()(x, _result_dtype(self, x))
 
 
 class _CpuSwitchMixin:
     def __call__(self: Any, x, indices, sorted_indices: bool = False) -> mx.array:
         if backend() != "cpu":
             return super().__call__(x, indices, sorted_indices)  # type: ignore[misc]
-        wide = x.astype(mx.float32)
+        wide, dtype = x.astype(mx.float32), _result_dtype(self, x)
         if is_traced(wide, indices) or is_differentiated(wide):
             # the stock product raises for 16-bit activations on a CPU
             y = super().__call__(wide, indices, sorted_indices)  # type: ignore[misc]
-            return y.astype(x.dtype)
-        y = expert_product(wide, indices, self.expanded.matrix, self.output_dims).astype(x.dtype)
+            return y.astype(mx.result_type(dtype, self.bias) if "bias" in self else dtype)
+        y = expert_product(wide, indices, self.expanded.matrix, self.output_dims).astype(dtype)
         if "bias" in self:
-            y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
+            y = y + mx.expand_dims(self.bias[indices], -2)
         return y
 
 

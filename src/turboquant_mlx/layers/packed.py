@@ -11,6 +11,9 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import PackedWeight
 from .rotation_group import RotationGroup
 
+_PACKED = ("scales", "table", "multiplier", "qjl_norms", "qjl_multiplier")
+"""Parameters that are numbers but not of the activation's dtype."""
+
 
 class PackedLayer(nn.Module):
     """A layer whose weight is stored as codes, scales and a table.
@@ -101,6 +104,26 @@ class PackedLayer(nn.Module):
             qjl_norms=self.qjl_norms if with_qjl else None,
             qjl_multiplier=self.group.qjl_multiplier if with_qjl else None,
         )
+
+    def to_lora(self, r: int = 8, scale: float = 20.0, dropout: float = 0.0) -> nn.Module:
+        """This layer with a low-rank adapter of mlx-lm's, see ``lora``."""
+        from .lora import adapted
+
+        return adapted(self, r, scale, dropout)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Set a parameter; the packed ones keep the dtype that their format has.
+
+        ``Module.set_dtype`` gives every array of floats the dtype that activations should have.
+        What it rounded is put aside for what is there; other values are taken, in the right dtype.
+        """
+        held = self.get(name)
+        if name in _PACKED and isinstance(value, mx.array) and isinstance(held, mx.array):
+            same = value.shape == held.shape and value.dtype != held.dtype
+            if same and mx.issubdtype(held.dtype, mx.floating):
+                rounded = held.astype(value.dtype)
+                value = held if mx.array_equal(rounded, value).item() else value.astype(held.dtype)
+        super().__setitem__(name, value)
 
     def weight_version(self) -> tuple:
         """Identity of the arrays that the weight is decoded from.
