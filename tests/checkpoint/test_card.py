@@ -146,6 +146,7 @@ def test_the_command_that_made_it_can_be_run_again():
         {"protect_expert_layers": (0, 1, 5), "protect_bits": 4, "ternary_experts": True},
         {"quantize_extras": True, "extras_bits": 8, "keep_mtp": True, "dtype": "float16"},
         {"balance_text": "text.txt", "attn_bits": 4, "mlp_bits": 2, "mlp_group_size": 64},
+        {"target_bpw": 3.2, "attn_bits": 4},
     ],
     ids=repr,
 )

@@ -174,6 +174,8 @@ def _command(report: Mapping[str, Any], options: Mapping[str, Any]) -> str:
             continue
         if key in _ONLY_WITH and not options.get(_ONLY_WITH[key]):
             continue
+        if key == "bits" and options.get("target_bpw"):
+            continue  # each layer has its own, and the two are refused together
         words.append("--" + key.replace("_", "-"))
         if isinstance(value, Mapping):
             words.append("tiers.json")
