@@ -21,6 +21,12 @@ TENSORS = 20
         {"num_hidden_layers": TENSORS, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"quantization": None, "quantization_config": {"quant_method": "awq"}},
         {"time_step_limit": [0.0, math.inf]},
+        {"num_experts": 8, "num_experts_per_tok": 8, "n_group": 4, "topk_group": 4},
+        {"n_routed_experts": 8, "num_local_experts": None, "moe_topk": [2, 2]},
+        {"num_experts": 0, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 0},
+        {"layer_types": ["sliding_attention"], "sliding_window": 1},
+        {"layer_types": ["full_attention"], "sliding_window": 0},
+        {"sliding_window": -1, "sliding_window_pattern": None},
     ],
     ids=repr,
 )
@@ -64,6 +70,31 @@ def test_more_layers_than_tensors(key):
 def test_no_layers():
     with pytest.raises(CheckpointError, match="num_hidden_layers 0 is not a positive whole number"):
         check_config({"num_hidden_layers": 0}, TENSORS)
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "top_k_experts", "moe_topk"])
+@pytest.mark.parametrize("value", [-1, 0, 9])
+def test_a_number_of_experts_that_there_is_not(count, key, value):
+    with pytest.raises(CheckpointError, match=f"{key} {value} is not between 1 and 8"):
+        check_config({count: 8, key: value}, TENSORS)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 5])
+def test_a_number_of_groups_of_experts_that_there_is_not(value):
+    with pytest.raises(CheckpointError, match=f"text_config.topk_group {value} is not between 1"):
+        check_config({"text_config": {"n_group": 4, "topk_group": value}}, TENSORS)
+
+
+@pytest.mark.parametrize("value", [0, -1, "128", 0.5, True])
+@pytest.mark.parametrize(
+    "used",
+    [{"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window_pattern": 6}],
+)
+def test_a_window_that_holds_nothing(used, value):
+    wrong = f"config.json: sliding_window {value!r} is not a positive whole number"
+    with pytest.raises(CheckpointError, match=wrong):
+        check_config({**used, "sliding_window": value}, TENSORS)
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])

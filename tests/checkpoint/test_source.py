@@ -18,7 +18,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from turboquant_mlx.checkpoint import source as source_module
-from turboquant_mlx.checkpoint.source import has_tokenizer, inspect_folder, resolve
+from turboquant_mlx.checkpoint.source import (
+    has_tokenizer,
+    inspect_folder,
+    refuse_names_not_text,
+    resolve,
+)
 from turboquant_mlx.errors import (
     CheckpointError,
     ModelNotFoundError,
@@ -94,6 +99,16 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(sharded, tmp_path):
     (sharded / FIRST).rename(tmp_path / "blob")
     (sharded / FIRST).symlink_to(tmp_path / "blob")
     assert set(inspect_folder(sharded).tensors) == {"a", "b", "c"}
+
+
+def test_names_that_are_not_text(single):
+    refuse_names_not_text(inspect_folder(single))
+    try:
+        (single / "model.safetensors").rename(single / "model-\udcff.safetensors")
+    except OSError:
+        pytest.skip("the file system takes UTF-8 only")
+    with pytest.raises(CheckpointError, match="safetensors: the name is not valid UTF-8"):
+        refuse_names_not_text(inspect_folder(single))
 
 
 def test_other_safetensors_files_are_left_alone(single):

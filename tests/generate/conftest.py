@@ -116,7 +116,7 @@ def answer(run, tokenizer, monkeypatch, tmp_path):
         model: Any = None,
     ) -> Result:
         ids = [[token_id(tokenizer, text) for text in as_list(entry)] for entry in script]
-        scripted = model or ScriptedModel(ids)
+        scripted = ScriptedModel(ids) if model is None else model
         loads = []
         (tmp_path / "generation_config.json").write_text(json.dumps(generation_config or {}))
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlx_lm.convert import convert as stock_convert
 
 import damage as d
 import tiny
@@ -22,6 +23,7 @@ from turboquant_mlx.checkpoint.source import inspect_folder
 from turboquant_mlx.convert.pipeline import convert
 from turboquant_mlx.errors import CheckpointError
 
+PREDECESSOR = Path(__file__).parents[1] / "fixtures" / "predecessor"
 ASK = ("--prompt", "why does ice float?", "--temp", "0", "--max-tokens", "2", "--min-tokens", "2")
 
 # q leads the rotation group of q, k and v
@@ -252,6 +254,101 @@ def test_plain_weights_that_are_said_to_be_packed(run, source, tmp_path):
         assert (done.code, done.out) == (2, "")
         assert f"error: {folder}: " in done.err
         assert says in done.err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype", "size", "is_said"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "I8", 1, "int8"),
+        ("model.layers.1.self_attn.o_proj.weight", "F8_E4M3", 1, "uint8"),
+        ("model.embed_tokens.weight", "U32", 4, "uint32"),
+        ("lm_head.weight", "C64", 8, "complex64"),
+        ("model.norm.weight", "BOOL", 1, "bool"),
+    ],
+)
+def test_plain_weights_that_are_not_floating_point(
+    run, source, tmp_path, tensor, dtype, size, is_said
+):
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    d.retype(tensor, dtype, size)(folder)
+    done = run("--model", str(folder), *ASK)
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {folder}: {tensor} is {is_said}, not floating point\n" in done.err
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
+def test_weights_that_mlx_quantized_are_fine(run, source, tmp_path, mode):
+    folder = tmp_path / "model"
+    assert stock_convert(str(source), str(folder), quantize=True, q_mode=mode) is None
+    assert run("--model", str(folder), *ASK).code == 0
+
+
+@pytest.mark.parametrize("token", [tiny.VOCAB_SIZE, 400_000_000])
+def test_tokens_that_the_model_has_no_embedding_for(run, source, whole, tmp_path, token):
+    added = {"id": token, "content": "<|far|>", "normalized": False, "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+
+    def change(tokens: dict) -> None:
+        tokens["model"]["vocab"]["<|far|>"] = token
+        tokens["added_tokens"].append(added | flags)
+
+    for name, original in (("plain", source), ("ours", whole)):
+        folder = tmp_path / name
+        shutil.copytree(original, folder)
+        d.change_json("tokenizer.json", change)(folder)
+        assert run("--model", str(folder), *ASK).code == 0
+        done = run("--model", str(folder), *ASK[2:], "--prompt", "hi <|far|> there")
+        assert (done.code, done.out) == (2, "")
+        assert f"error: {folder}: the tokenizer gives the token {token} ('<|far|>')" in done.err
+        assert f"but the model has tokens up to {tiny.VOCAB_SIZE - 1} only" in done.err
+        done = run("--model", str(folder), *ASK, "--stop", "<|far|>")
+        assert (done.code, done.out) == (2, "")
+        assert f"error: --stop '<|far|>' is the token {token}, " in done.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("model_type", "x", "model type 'x' is not supported"),
+        ("num_hidden_layers", 2.5, "num_hidden_layers 2.5 is not a positive whole number"),
+        ("vocab_size", 0, "vocab_size 0 is not a positive whole number"),
+        ("head_dim", "x", "head_dim 'x' is not a positive whole number"),
+        ("hidden_size", 0, "hidden_size 0 is not a positive whole number"),
+        ("rms_norm_eps", None, "config.json does not describe a model of type 'llama'"),
+        ("architectures", 8, "config.json does not describe a model of type 'llama'"),
+        ("rms_norm_eps", "x", "rms_norm_eps is 'x', not a finite number"),
+    ],
+)
+def test_a_predecessor_folder_with_a_bad_config(run, tmp_path, key, value, says):
+    """Its affine modules are looked up in the model, which is built from the config first."""
+    folder = tmp_path / "model"
+    shutil.copytree(PREDECESSOR / "quantize-extras", folder)
+    d.set_key(key, to=value)(folder)
+    done = run("--model", str(folder), *ASK)
+    assert (done.code, done.out) == (2, "")
+    assert "error: " in done.err
+    assert says in done.err
+
+
+def test_a_config_that_only_running_the_model_shows_to_be_bad(run, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(PREDECESSOR / "dense-4bit-g128-qjl", folder)
+    d.set_key("rope_theta", to=None)(folder)
+    done = run("--model", str(folder), *ASK)
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {folder}: the model cannot be run: [rope] Neither base" in done.err
+
+
+def test_a_folder_whose_name_is_not_text(run, source, tmp_path):
+    folder = tmp_path / "a\udcffb"
+    try:
+        shutil.copytree(source, folder)
+    except OSError:
+        pytest.skip("the file system takes UTF-8 only")
+    done = run("--model", str(folder), *ASK)
+    assert (done.code, done.out) == (2, "")
+    assert "the name is not valid UTF-8, MLX cannot open it\nhint: rename the folder" in done.err
 
 
 def test_a_damaged_folder_in_a_real_process(whole, tmp_path):

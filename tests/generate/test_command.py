@@ -7,12 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import pytest
 
 from tiny import END_ID, PAD_ID
 from turboquant_mlx.errors import CheckpointError
-from turboquant_mlx.generate import command
+from turboquant_mlx.generate import command, processors
 from turboquant_mlx.kernels import awake
 from turboquant_mlx.kernels.dispatch import force_backend
 
@@ -121,8 +122,9 @@ def test_the_repetition_penalty_prevents_repeats_inside_its_window(answer):
 
 
 def test_an_option_without_effect_is_noted(answer):
-    result = answer([END], *GREEDY, "--rep-ctx", "9")
+    result = answer([END], *GREEDY, "--rep-ctx", "9", "--seed", "5")
     assert "note: --rep-ctx has no effect without a repetition penalty" in result.notes
+    assert "note: --seed has no effect with --temp 0" in result.notes
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -341,14 +343,40 @@ def test_errors_of_the_loader_are_one_line_and_code_2(answer, monkeypatch):
     assert result.err == "error: x: tensor y is missing\nhint: get it\n"
 
 
-class Breaks:
+class Breaks(nn.Module):
     """A model that raises when it is first used."""
 
     def __init__(self, error):
+        super().__init__()
         self.error = error
 
     def make_cache(self):
         raise self.error
+
+    def __call__(self, *args, **kwargs):
+        raise self.error
+
+
+def test_code_of_a_model_that_fails_is_one_error(answer, monkeypatch, tmp_path):
+    said = f"error: {tmp_path}: the model cannot be run: no such rotation\nhint: "
+    result = answer(["a"], model=Breaks(ValueError("no such rotation")))
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(said)
+
+    monkeypatch.setattr(Breaks, "make_cache", lambda self: [])
+    result = answer(["a"], model=Breaks(TypeError("no such rotation\nThere are: 1, 2")))
+    assert (result.code, result.out) == (2, "")
+    assert said in result.err
+    result = answer(["a"], model=Breaks(RuntimeError("std::bad_cast")))
+    assert "the model cannot be run: a number is too large\n" in result.err
+    with pytest.raises(RuntimeError, match="no device"):
+        answer(["a"], model=Breaks(RuntimeError("no device")))
+
+
+def test_a_fault_of_ours_is_not_the_models(answer, monkeypatch):
+    monkeypatch.setattr(processors, "build_sampler", lambda sampling: {}.__getitem__)
+    with pytest.raises(KeyError, match="array"):
+        answer(["a"], *GREEDY)
 
 
 def test_ctrl_c_ends_with_130_and_says_what_was_done_so_far(answer, monkeypatch):

@@ -93,6 +93,8 @@ def test_options_that_cannot_have_an_effect_are_noted():
         "--top-p has no effect with --temp 0",
         "--top-k has no effect with --temp 0",
     ]
+    assert resolve({}, temp=0, seed=0).notices == ["--seed has no effect with --temp 0"]
+    assert resolve({}, temp=1, seed=0).notices == []
 
 
 def test_the_settings_in_effect_can_be_said_shortly():

@@ -39,6 +39,15 @@ def test_defaults():
     )
 
 
+def test_temperatures():
+    assert [parse("--temp", text).temp for text in ("0", "1e-6", "1.5", "1e6")] == [
+        0,
+        1e-6,
+        1.5,
+        1e6,
+    ]
+
+
 def test_stop_can_be_repeated():
     assert parse("--stop", "</assistant>", "--stop", "24").stop == ["</assistant>", "24"]
 
@@ -54,6 +63,10 @@ def test_a_prompt_can_begin_with_a_dash():
         ["--temp", "nan"],
         ["--temp", "inf"],
         ["--temp", "warm"],
+        # One over it would be infinite in 32 bits, or logits over it all the same.
+        ["--temp", "1e-39"],
+        ["--temp", "9e-7"],
+        ["--temp", "1e46"],
         ["--top-p", "-0.1"],
         ["--top-p", "1.5"],
         ["--top-p", "nan"],

@@ -61,6 +61,15 @@ def test_an_id_beyond_the_vocabulary_is_refused(tokenizer):
         stops(tokenizer, str(VOCAB_SIZE))
 
 
+def test_text_of_a_token_beyond_the_vocabulary_is_refused(tokenizer):
+    assert stop_token_ids(tokenizer, ["</think>"], 5) == {4}
+    with pytest.raises(OptionError, match=r"--stop '</think>' is the token 4, .* up to 3"):
+        stop_token_ids(tokenizer, ["</think>"], 4)
+    letter = tokenizer.encode("\n")[0]
+    with pytest.raises(OptionError, match=rf"--stop '\\n' is the token {letter}, "):
+        stop_token_ids(tokenizer, ["\n"], letter)
+
+
 def test_text_that_the_tokenizer_does_not_know_is_refused():
     class Unknowing:
         unk_token_id = 3

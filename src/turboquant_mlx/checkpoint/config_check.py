@@ -21,6 +21,14 @@ from .config import TEXT_SECTIONS
 
 _EPSILON = re.compile(r"(.*_)?(eps|epsilon)")
 _ROTARY_BASE = re.compile(r"(.*_)?(rope_theta|rope_local_theta|base_freq|rotary_emb_base)")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+)
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _SIZES = (
     "hidden_size",
@@ -44,9 +52,12 @@ def check_config(config: Mapping[str, Any], num_tensors: int) -> None:
         CheckpointError: naming the key. An epsilon must be a finite number that is not negative,
             a rotary base and the numbers of its scaling finite ones, a base more than 0; there
             must be a layer, and no more of them than tensors; a description of a quantization
-            must be an object.
+            must be an object; a token must go to one expert at least and to no more than there
+            are, likewise for groups of experts; a window must hold a token where layers have one.
     """
     for where, part in _parts(config):
+        _check_experts(where, part)
+        _check_window(where, part)
         for key, value in part.items():
             name = f"config.json: {where}{key}"
             if _EPSILON.fullmatch(key):
@@ -69,6 +80,30 @@ def check_config(config: Mapping[str, Any], num_tensors: int) -> None:
                 value, Mapping | None
             ):
                 raise CheckpointError(f"{name} is not an object")
+
+
+def _check_experts(where: str, part: Mapping[str, Any]) -> None:
+    # a model without experts may keep these keys, with any values
+    experts = max(_whole(part, key) or 0 for key in _EXPERTS)
+    limits = {**dict.fromkeys(_EXPERTS_PER_TOKEN, experts), "topk_group": _whole(part, "n_group")}
+    for key, limit in limits.items():
+        value = _whole(part, key)
+        if value is not None and limit is not None and limit > 1 and not 1 <= value <= limit:
+            raise CheckpointError(
+                f"config.json: {where}{key} {_shown(value)} is not between 1 and {_shown(limit)}"
+            )
+
+
+def _check_window(where: str, part: Mapping[str, Any]) -> None:
+    kinds, value = part.get("layer_types"), part.get("sliding_window")
+    # elsewhere 0 may be another word for no window
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    if not slides and part.get("sliding_window_pattern") is None:
+        return
+    if value is not None and (not _is_int(value) or value < 1):
+        raise CheckpointError(
+            f"config.json: {where}sliding_window {_shown(value)} is not a positive whole number"
+        )
 
 
 def impossible_size(config: Mapping[str, Any]) -> str | None:
@@ -101,6 +136,11 @@ def _check_numbers(name: str, value: Any, wanted: str, sensible: Any) -> None:
             fits = False
         if not fits:
             raise CheckpointError(f"{name} is {_shown(number)}, not {wanted}")
+
+
+def _whole(part: Mapping[str, Any], key: str) -> int | None:
+    value = part.get(key)
+    return value if _is_int(value) else None
 
 
 def _is_int(value: Any) -> bool:

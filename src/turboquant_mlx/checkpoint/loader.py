@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 
-from ..errors import CheckpointError, TurboQuantError
+from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from ..kernels.dispatch import backend
 from ..layers import cpu
 from ..layers.cpu import CpuExpand
@@ -31,10 +31,17 @@ from .build import Transform, adopt
 from .config import normalize_config, read_json_object
 from .config_check import check_config
 from .model_class import model_classes
-from .named_error import named_error, named_read_errors
+from .named_error import named_build_errors, named_read_errors
 from .repack import repack
 from .schema import FLOAT_DTYPES, MODEL_FILE, Manifest, has_manifest
-from .source import GENERATION_FILE, Folder, has_tokenizer, inspect_folder, resolve
+from .source import (
+    GENERATION_FILE,
+    Folder,
+    has_tokenizer,
+    inspect_folder,
+    refuse_names_not_text,
+    resolve,
+)
 
 logger = logging.getLogger("turboquant_mlx")
 
@@ -145,8 +152,9 @@ def load_model(
         ModelNotFoundError, UnsupportedModelError, CheckpointError: each names what is wrong.
     """
     folder = inspect_folder(path)
-    manifest, transform = read_manifest(folder)
+    refuse_names_not_text(folder)
     config, _ = normalized_config(folder)
+    manifest, transform = read_manifest(folder)
     # mlx-lm takes the end tokens of generation_config.json where there are any
     config.pop("eos_token_id", None)
     if manifest is None:
@@ -163,6 +171,7 @@ def load_model(
     )
     if manifest is not None and transform is None:
         _check_plain_tensors(manifest, folder)
+    _check_floating(model, folder)
     if manifest is None and backend() == "cpu":
         # stock layers are slow there, and 16-bit experts raise
         cpu.prepare(model, cpu_expand)
@@ -230,6 +239,20 @@ def _check_plain_tensors(manifest: Manifest, folder: Folder) -> None:
             )
 
 
+def _check_floating(model: nn.Module, folder: Folder) -> None:
+    """A weight without scales beside it is floating point in every layer that multiplies by it."""
+    for path, module in model.named_modules():
+        weight = module.get("weight")
+        if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):
+            continue
+        if not any("scale" in name for name in module):
+            kind = str(weight.dtype).rpartition(".")[-1]
+            raise UnsupportedModelError(
+                f"{folder.path}: {path}.weight is {kind}, not floating point",
+                hint="a model quantized in a way that mlx-lm does not know cannot be run",
+            )
+
+
 def _repack(manifest: Manifest, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return repack(weights, manifest)
 
@@ -241,9 +264,10 @@ def _read_tensor(folder: Folder, name: str) -> np.ndarray:
 
 def _width_in_model(folder: Folder, path: str) -> int | None:
     """Input width of a module by config.json; the model is built without its weights."""
-    config, _ = normalize_config(predecessor.plain_config(folder.config))
-    model_class, args_class = mlx_lm_utils._get_classes(config)
-    module = dict(model_class(args_class.from_dict(config)).named_modules()).get(path)
+    with named_build_errors(folder):
+        config, _ = normalize_config(predecessor.plain_config(folder.config))
+        model_class, args_class = mlx_lm_utils._get_classes(config)
+        module = dict(model_class(args_class.from_dict(config)).named_modules()).get(path)
     weight = None if module is None else module.get("weight")
     return None if weight is None else weight.shape[-1]
 
@@ -272,17 +296,9 @@ def call_mlx_lm(folder: Folder, **options: Any) -> tuple[nn.Module, dict[str, An
     """
     if (folder.path / GENERATION_FILE).is_file():
         read_json_object(folder.path / GENERATION_FILE)  # mlx-lm looks into it without a check
-    try:
-        with _plain_name(folder.path) as path:
-            return mlx_lm_utils.load_model(path, lazy=True, strict=True, **options)
-    except CheckpointError as error:
-        if str(folder.path) in error.message:
-            raise
-        raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
-    except TurboQuantError:
-        raise
-    except Exception as error:  # mlx-lm's model classes raise whatever their code does
-        raise named_error(folder, error) from error
+    refuse_names_not_text(folder)
+    with named_build_errors(folder), _plain_name(folder.path) as path:
+        return mlx_lm_utils.load_model(path, lazy=True, strict=True, **options)
 
 
 @contextmanager

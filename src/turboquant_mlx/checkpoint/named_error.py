@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
 
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from .config_check import impossible_size
@@ -18,6 +21,18 @@ from .headers import TensorInfo
 from .source import Folder
 
 _MAX_NAMES = 300  # characters
+_MODEL_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# What MLX says of a number that is too large for it; its other RuntimeErrors are no fault of a
+# config (memory, files).
+_TOO_LARGE = "std::bad_cast"
 _SHAPES_CLASH = re.compile(r"\[(stack|concatenate|reshape|split)\]|Array split")
 
 
@@ -37,6 +52,57 @@ def named_read_errors(folder: Path) -> Iterator[None]:
             f"{folder}: a weight file cannot be read to its end",
             hint="it has changed since it was opened, or its disk is failing",
         ) from error
+
+
+@contextmanager
+def named_build_errors(folder: Folder) -> Iterator[None]:
+    """Turn whatever mlx-lm and its model classes raise into an error that names the folder.
+
+    Raises:
+        UnsupportedModelError: the model type, or the precision of its weights.
+        CheckpointError: anything else that is wrong with the folder.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if str(folder.path) in error.message:
+            raise
+        raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
+    except TurboQuantError:
+        raise
+    except Exception as error:  # mlx-lm's model classes raise whatever their code does
+        raise named_error(folder, error) from error
+
+
+@contextmanager
+def named_run_errors(path: Path, model: Any) -> Iterator[None]:
+    """Turn what a model's own code raises while it runs into an error that names the folder.
+
+    Exceptions from elsewhere (samplers, packed caches) pass: they are faults of ours.
+
+    Raises:
+        CheckpointError: the model cannot be run.
+    """
+    try:
+        yield
+    except _MODEL_FAULTS as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        in_model = any(frame.f_locals.get("self") is model for frame in frames)
+        if not in_model or any(_is_of_cache(frame) for frame in frames):
+            raise
+        text = _first_line(error)
+        if isinstance(error, RuntimeError):
+            if text != _TOO_LARGE:
+                raise
+            text = "a number is too large"
+        raise CheckpointError(
+            f"{path}: the model cannot be run: {text}",
+            hint="a value of its config.json may be wrong or missing",
+        ) from error
+
+
+def _is_of_cache(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("turboquant_mlx.kvcache.")
 
 
 def named_error(folder: Folder, error: Exception) -> TurboQuantError:

@@ -236,6 +236,22 @@ def inspect_folder(path: str | Path) -> Folder:
     return Folder(path, config, files, tensors, file_of, headers, index)
 
 
+def refuse_names_not_text(folder: Folder) -> None:
+    """MLX opens files by names in UTF-8 only; file systems permit any bytes.
+
+    Raises:
+        CheckpointError: the path of the folder or of a weight file is not UTF-8.
+    """
+    for file in (folder.path, *folder.weight_files):
+        try:
+            str(file).encode("utf-8")
+        except UnicodeEncodeError:
+            raise CheckpointError(
+                f"{file}: the name is not valid UTF-8, MLX cannot open it",
+                hint="rename the folder or the file",
+            ) from None
+
+
 def has_tokenizer(path: str | Path) -> bool:
     """Whether a folder holds a tokenizer in any of the usual formats."""
     path = Path(path)

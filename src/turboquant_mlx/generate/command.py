@@ -25,6 +25,19 @@ from .defaults import read_generation_config, resolve_sampling
 from .statistics import Statistics, mlx_peak_bytes, process_peak_bytes
 from .stopping import end_token_ids, stop_token_ids
 
+# How mlx-lm's models call the embedding of tokens; one of positions has another name.
+_TOKEN_EMBEDDINGS = (
+    "embed",
+    "embed_in",
+    "embed_tokens",
+    "embedding",
+    "embeddings",
+    "tok_embeddings",
+    "token_embeddings",
+    "word_embeddings",
+    "wte",
+)
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -127,6 +140,7 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
         top_k=args.top_k,
         rep_penalty=args.rep_penalty,
         rep_ctx=args.rep_ctx,
+        seed=args.seed,
     )
     end_ids = end_token_ids(tokenizer, loaded.config, generation_config)
     end_ids |= stop_token_ids(tokenizer, args.stop, loaded.vocabulary)
@@ -135,11 +149,12 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
     encoded = encode_prompt(tokenizer, prompt, no_think=args.no_think)
     for notice in sampling.notices + encoded.notices:
         cli.notice(notice)
+    _check_ids(encoded.tokens, loaded)
     _check_length(len(encoded.tokens), loaded.config)
     _apply_model_options(args, loaded.model)
     if args.verbose:
         _describe_backend(loaded.model)
-    prompt_cache = _prompt_cache(loaded.model, kv_spec, args.model)
+    prompt_cache = _prompt_cache(loaded, kv_spec, args.model)
 
     import mlx.core as mx
     from mlx_lm import stream_generate
@@ -168,7 +183,7 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
     awake = cores_awake() if args.cpu_awake else contextlib.nullcontext()
     try:
         with awake, contextlib.closing(responses):
-            stream_answer(_numbers_only(responses, loaded.folder), out, statistics)
+            stream_answer(_checked(responses, loaded), out, statistics)
     finally:
         if statistics.generated_tokens:
             print(f"sampling: {sampling.describe()}", file=sys.stderr)
@@ -177,6 +192,35 @@ def _answer(args: argparse.Namespace, kv_spec: KVSpec | None, prompt: str, out: 
             _report_cache(prompt_cache, kv_spec)
     if statistics.finish_reason == "stop" and statistics.generated_tokens == 1:
         cli.notice("the model ended at once; --min-tokens 1 makes it write something")
+
+
+def _check_ids(tokens: Sequence[int], loaded: LoadedModel) -> None:
+    """Refuse tokens that the model has no embedding for; MLX would read whatever is there.
+
+    Raises:
+        CheckpointError: the tokenizer gives such a token.
+    """
+    rows = _embedding_rows(loaded.model) or loaded.vocabulary
+    token = max(tokens)
+    if token >= rows:
+        text = loaded.tokenizer.decode([token])
+        raise CheckpointError(
+            f"{loaded.folder}: the tokenizer gives the token {token} ({text!r}), but the model "
+            f"has tokens up to {rows - 1} only",
+            hint="its tokenizer files may be those of another model",
+        )
+
+
+def _embedding_rows(model: Any) -> int:
+    """Tokens that the model's embedding has a row for; 0 where none is found."""
+    return max(
+        (
+            module.weight.shape[0]
+            for path, module in model.named_modules()
+            if path.rpartition(".")[2] in _TOKEN_EMBEDDINGS and "weight" in module
+        ),
+        default=0,
+    )
 
 
 def _check_length(prompt_tokens: int, config: Mapping[str, Any]) -> None:
@@ -191,17 +235,21 @@ def _check_length(prompt_tokens: int, config: Mapping[str, Any]) -> None:
         )
 
 
-def _prompt_cache(model: Any, spec: KVSpec | None, name: str) -> list[Any]:
+def _prompt_cache(loaded: LoadedModel, spec: KVSpec | None, name: str) -> list[Any]:
     """The model's caches, packed where ``spec`` asks for it.
 
     Raises:
+        CheckpointError: the model cannot make any.
         OptionError: none of this model's caches can be packed.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
+    from ..checkpoint.named_error import named_run_errors
     from ..kvcache.install import CacheReport, pack_prompt_cache, qat_message
 
-    caches = make_prompt_cache(model)
+    model = loaded.model
+    with named_run_errors(loaded.folder, model):
+        caches = make_prompt_cache(model)
     if spec is None:
         return caches
     if is_quantization_aware(name):
@@ -239,24 +287,27 @@ def _report_cache(prompt_cache: list[Any], spec: KVSpec | None) -> None:
         )
 
 
-def _numbers_only(responses: Iterable[Any], folder: Path) -> Iterable[Any]:
+def _checked(responses: Iterable[Any], loaded: LoadedModel) -> Iterable[Any]:
     """The responses as they come, if the model's first prediction consists of numbers.
 
     One damaged value spreads over all of it, and the answer would be of tokens that mean nothing.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does not, or the model's code fails.
     """
     import mlx.core as mx
 
-    for number, response in enumerate(responses):
-        # later ones are not looked at: that would wait for the token that is computed meanwhile
-        if number == 0 and mx.isnan(response.logprobs).any().item():
-            raise CheckpointError(
-                f"{folder}: the model computes values that are not numbers",
-                hint="a file is damaged, or a sampling option is far beyond what is usual",
-            )
-        yield response
+    from ..checkpoint.named_error import named_run_errors
+
+    with named_run_errors(loaded.folder, loaded.model):
+        for number, response in enumerate(responses):
+            # later ones are not looked at: that would wait for the token computed meanwhile
+            if number == 0 and mx.isnan(response.logprobs).any().item():
+                raise CheckpointError(
+                    f"{loaded.folder}: the model computes values that are not numbers",
+                    hint="a file is damaged, or a sampling option is far beyond what is usual",
+                )
+            yield response
 
 
 def _check_cpu_expand(cpu_expand: str) -> None:

@@ -75,6 +75,7 @@ def resolve_sampling(
     top_k: int | None = None,
     rep_penalty: float | None = None,
     rep_ctx: int | None = None,
+    seed: int | None = None,
 ) -> Sampling:
     """Settings in effect. None means that the option was not given.
 
@@ -90,6 +91,8 @@ def resolve_sampling(
         for flag, value in (("--top-p", top_p), ("--top-k", top_k)):
             if value:
                 notices.append(f"{flag} has no effect with --temp 0")
+        if seed is not None:
+            notices.append("--seed has no effect with --temp 0")
     if top_p is None:
         top_p = _from_file(generation_config, "top_p", "--top-p", at_most=1.0)
     if top_k is None:

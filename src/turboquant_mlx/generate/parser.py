@@ -19,6 +19,8 @@ DEFAULT_MAX_TOKENS = 200
 DEFAULT_TEMP = 0.7
 DEFAULT_REP_CTX = 256
 MAX_SEED = 2**64 - 1
+# 1 / temp must be a number of 32 bits that is neither infinite nor zero.
+MIN_TEMP, MAX_TEMP = 1e-6, 1e6
 MAX_REP_CTX = 2**31 - 1  # MLX slices with numbers of 32 bits
 
 DESCRIPTION = "Answer a prompt with a TurboQuant model, or with any model that mlx-lm can run."
@@ -101,7 +103,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--temp",
-        type=_number(),
+        type=_temperature,
         default=DEFAULT_TEMP,
         help="Temperature: 0 always takes the likeliest token, higher is more varied (default: "
         "%(default)s, whatever generation_config.json says)",
@@ -244,6 +246,16 @@ def _integer(at_least: int = 0, at_most: int | None = None) -> Callable[[str], i
         return value
 
     return parse
+
+
+def _temperature(text: str) -> float:
+    """An argparse type for 0 and what logits can be divided by."""
+    value = _number()(text)
+    if value and not MIN_TEMP <= value <= MAX_TEMP:
+        raise argparse.ArgumentTypeError(
+            f"must be 0 or between {MIN_TEMP:g} and {MAX_TEMP:g}, not {text}"
+        )
+    return value
 
 
 def _number(at_most: float | None = None) -> Callable[[str], float]:

@@ -64,7 +64,7 @@ def _stop_token_id(tokenizer: Any, text: str, vocabulary: int) -> int:
         return token
     known = tokenizer.get_vocab().get(text)
     if known is not None:
-        return int(known)
+        return _within(int(known), text, vocabulary)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -77,4 +77,12 @@ def _stop_token_id(tokenizer: Any, text: str, vocabulary: int) -> int:
             f"--stop {text!r} is {count} for this model, and a stop must be a single token",
             hint="special tokens such as '</s>' and numeric token ids work",
         )
-    return int(tokens[0])
+    return _within(int(tokens[0]), text, vocabulary)
+
+
+def _within(token: int, text: str, vocabulary: int) -> int:
+    if token >= vocabulary:
+        raise OptionError(
+            f"--stop {text!r} is the token {token}, but this model's go up to {vocabulary - 1}"
+        )
+    return token

@@ -318,7 +318,8 @@ class CacheReport:
         line = f"key-value cache: {_size(self.held)}"
         if self.spare:
             line += f" ({_size(self.spare)} of it spare)"
-        line += f", {_size(self.plain)} for the same tokens in 16 bits; {self.packed} of {self.layers} layers"
+        line += f", {_size(self.plain)} for the same tokens in 16 bits"
+        line += f"; {self.packed} of {self.layers} layers"
         return line + (" to be packed" if self.pending else " packed")
 
     def left_alone(self) -> str | None:
