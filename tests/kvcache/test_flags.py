@@ -175,6 +175,13 @@ def test_packing_that_did_not_happen_is_said(folder, run):
             "--quantized-kv-start must be a whole number from 0 to 2147483647, not 99999",
         ),
         (("--kv-bits", "3.5", "--kv-quant-scheme", "uniform"), "no width of the uniform scheme"),
+        (
+            (
+                *("--kv-bits", "4", "--kv-quant-scheme", "uniform"),
+                *("--kv-key-scheme", "turboquant", "--kv-value-scheme", "uniform"),
+            ),
+            "--kv-quant-scheme has no effect beside --kv-key-scheme and --kv-value-scheme",
+        ),
     ],
 )
 def test_what_cannot_apply_is_refused_before_anything_is_loaded(run, options, words, monkeypatch):

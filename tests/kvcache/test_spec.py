@@ -127,10 +127,6 @@ def test_each_side_may_have_its_own_scheme():
         (KVOptions(start=5), "--quantized-kv-start has no effect"),
         (KVOptions(scheme="turboquant"), "--kv-quant-scheme has no effect"),
         (KVOptions(bits=0, min_tokens=4), "--kv-min-tokens has no effect"),
-        (
-            KVOptions(4, scheme="uniform", key_scheme="turboquant", value_scheme="turboquant"),
-            "--kv-quant-scheme has no effect beside --kv-key-scheme and --kv-value-scheme",
-        ),
         (KVOptions(bits=4, min_tokens=2**21), "--kv-min-tokens must be"),
     ],
 )

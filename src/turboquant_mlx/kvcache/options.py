@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from ..errors import OptionError
 from .spec import DEFAULT_MIN_TOKENS, MEAN_TOKENS, PRESETS, SCHEMES, KVOptions
 
 _PRESETS = ", ".join(f"{name} (K{k}/V{v})" for name, (k, v) in PRESETS.items())
@@ -68,7 +69,16 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
 
 
 def kv_options(args: argparse.Namespace) -> KVOptions:
-    """What was given of these options."""
+    """What was given of these options.
+
+    Raises:
+        OptionError: a scheme that could have no effect. (Programs that call ours for a cache, as
+            mlx-vlm does, always name a scheme, so it is no error there.)
+    """
+    if args.kv_quant_scheme and args.kv_key_scheme and args.kv_value_scheme:
+        raise OptionError(
+            "--kv-quant-scheme has no effect beside --kv-key-scheme and --kv-value-scheme"
+        )
     return KVOptions(
         bits=args.kv_bits,
         key_bits=args.kv_k_bits,

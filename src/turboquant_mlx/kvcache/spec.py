@@ -336,11 +336,6 @@ def resolve(
         return getattr(variables, name) if own is None else own
 
     general = chosen("scheme")
-    if flags.scheme and flags.key_scheme and flags.value_scheme:
-        raise OptionError(
-            f"{FLAGS['scheme']} has no effect beside {FLAGS['key_scheme']} and "
-            f"{FLAGS['value_scheme']}"
-        )
     schemes = []
     for name, half in (("key_scheme", key_half), ("value_scheme", value_half)):
         scheme = chosen(name) or general
