@@ -255,6 +255,17 @@ def test_a_damaged_expert(moe: Path, tmp_path: Path, damage: d.Damage, says: lis
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_number_that_no_written_config_can_hold(workshop: Workshop, tmp_path: Path) -> None:
+    """Transformers 5 and mlx-lm name its place differently; the written folder has mlx-lm's."""
+    source = tmp_path / "source"
+    shutil.copytree(workshop.source("gpt_oss"), source)
+    config = (source / "config.json").read_text()
+    assert '"truncate": false' in config
+    (source / "config.json").write_text(config.replace('"truncate": false', '"truncate": 1e400'))
+    done = convert(source, tmp_path / "out")
+    assert_refused(done, "config.json: rope_scaling.truncate is inf, not a finite number")
+
+
 def test_a_norm_that_dtype_cannot_hold(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(llama, source)

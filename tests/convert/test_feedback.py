@@ -214,6 +214,32 @@ def test_nothing_is_left_behind_when_it_fails(
     assert list(target.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("what", ["tokens", "a layer"])
+def test_a_full_disk_is_no_fault_of_the_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str
+) -> None:
+    def numpy_fails(*_: object) -> None:
+        raise OSError("6016 requested and 2016 written")
+
+    def mlx_fails(*_: object) -> None:
+        raise RuntimeError("[write] Unable to write 6016 bytes to file.")
+
+    if what == "tokens":
+        monkeypatch.setattr(np, "save", numpy_fails)
+    else:
+        monkeypatch.setattr(mx, "save_safetensors", mlx_fails)
+    target = tmp_path / "place" / "out"
+    target.parent.mkdir()
+    done = convert(llama, target, "--error-feedback", "--feedback-text", text, "--no-balance")
+    assert done.code == 2
+    assert not done.warnings
+    error, hint = done.messages[-2:]
+    assert error.startswith(f"error: {target.parent}/.out.feedback-")
+    assert "cannot be written" in error
+    assert "free some space" in hint
+    assert list(target.parent.iterdir()) == []
+
+
 class TestInterrupted:
     """A second run of the same command goes on where the first was stopped."""
 

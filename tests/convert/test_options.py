@@ -50,6 +50,12 @@ def test_options_are_frozen_and_survive_json() -> None:
         ({"bits": 5}, "--bits 5 is not one of 2, 3, 4"),
         ({"bits": "3"}, "--bits 3 is not one of 2, 3, 4"),
         ({"bits": True}, "--bits True is not one of 2, 3, 4"),
+        ({"bits": 3.0}, "--bits 3.0 is not one of 2, 3, 4"),
+        ({"group_size": 32.0}, "--group-size 32.0 is not one of 32, 64, 128"),
+        (
+            {"rotation": "none", "rotation_seed": 5},
+            "--rotation-seed has no effect with --rotation none",
+        ),
         ({"group_size": 16}, "--group-size 16 is not one of 32, 64, 128"),
         ({"codec": "vector"}, "--codec vector is not one of scalar, trellis"),
         ({"mlp_group_size": 8}, "--mlp-group-size 8 is not one of 16, 32, 64, 128"),

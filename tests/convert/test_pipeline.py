@@ -245,6 +245,18 @@ class TestResult:
         assert model(IDS).shape[-1] == tiny.VOCAB_SIZE
 
 
+@pytest.mark.parametrize("value", [0, "", "x.py"])
+def test_a_key_of_our_format_is_not_taken_from_the_source(llama, tmp_path, value):
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    config = config_of(source) | {"source_model_file": value}
+    (source / "config.json").write_text(json.dumps(config))
+    done = convert(source, tmp_path / "out", "--no-balance")
+    assert done.code == 0, done.err
+    assert "source_model_file" not in config_of(done.folder)
+    load_model(done.folder, lazy=True)
+
+
 class TestAwkwardWidths:
     def test_a_smaller_group_is_taken_where_the_requested_one_does_not_divide(
         self, workshop: Workshop

@@ -289,6 +289,29 @@ def test_texts_and_outputs(evaluate, tmp_path):
     assert "there is no folder" in refused(evaluate("--output", nowhere))
     os.mkfifo(tmp_path / "pipe")
     assert "is a device or a pipe" in refused(evaluate("--output", tmp_path / "pipe"))
+    long = refused(evaluate("--output", tmp_path / ("x" * 250)))
+    assert long.endswith("cannot be written: File name too long")
+    assert refused(evaluate("--output", "")) == "--output is empty"
+
+
+def test_what_a_variant_cannot_be_is_known_before_anything_runs(evaluate, tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer.Scorer, "__init__", None)
+    absent = tmp_path / "absent"
+    for option in ("--balance-text", "--error-feedback --feedback-text"):
+        message = refused(evaluate(*ONE, f"--variant={option} {absent}"))
+        assert message == f"TurboQuant 3-bit {option} {absent}: no such text file: {absent}"
+    message = refused(evaluate("--bits", "2", "4", "--variant=--target-bpw 3.7"))
+    assert message.startswith("--variant '--target-bpw 3.7': --target-bpw takes the place")
+
+
+def test_options_without_effect(evaluate, converted):
+    for option in ("--include-affine", "--include-qjl"):
+        message = refused(evaluate("--compare", converted, option))
+        assert message == f"{option} has no effect without --bits when --compare is given"
+    result = evaluate("--no-affine", "--no-noise-floor", "-g", "64", model=converted)
+    assert result.code == 0
+    (note,) = result.messages
+    assert note.endswith("scored alone: --group-size, --no-affine, --no-noise-floor have no effect")
 
 
 def test_a_source_without_tokenizer(evaluate, models):
@@ -313,6 +336,30 @@ def test_a_model_that_predicts_nothing_names_the_row(evaluate, source, tmp_path)
     os.replace(folder / "new.safetensors", folder / "model.safetensors")
     message = refused(evaluate("--compare", folder, "--no-noise-floor"))
     assert message == "broken: its predictions are not finite numbers"
+
+
+def test_a_tokenizer_of_another_model(evaluate, models, tmp_path):
+    folder = models / "far"
+    build_source(folder, "llama")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    far = {**tokenizer["added_tokens"][0], "id": 100_000, "content": "<|far|>"}
+    tokenizer["added_tokens"].append(far)
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    words = tmp_path / "words"
+    words.write_text("hi <|far|> there " * 40)
+    message = refused(evaluate("--text", words, model=folder))
+    assert message == f"{folder}: its tokenizer gives the id 288, its vocabulary ends at 287"
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError])
+def test_a_model_whose_code_fails(quickly, source, tmp_path, monkeypatch, kind):
+    def fail(*_, **__):
+        raise kind("no such thing")
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__call__", fail)
+    message = refused(quickly("--cache-dir", tmp_path))
+    assert message.replace("'", "") == "this model cannot be run: no such thing"
 
 
 def test_usage_errors_load_nothing():

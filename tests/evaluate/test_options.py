@@ -67,6 +67,10 @@ def test_what_is_given_twice_is_done_once():
         ({"seq_len": 2}, "--seq-len 2 is too short"),
         ({"cache_gb": -1.0}, "--cache-limit -1.0 is not a size"),
         ({"cache_gb": float("nan")}, "--cache-limit nan is not a size"),
+        ({"cache_gb": float("inf")}, "--cache-limit inf is not a size"),
+        ({"cache_gb": 1e300}, "--cache-limit 1e+300 is not a size"),
+        ({"cache_dir": ""}, "--cache-dir is empty"),
+        ({"compare": ("a",), "group_size": 64}, "--group-size has no effect without --bits"),
         ({"compare": ("a",), "variants": ("--use-qjl",)}, "--variant has no effect without --bits"),
         ({"variants": ("--attn-bits 4 --bits 3",)}, "--bits is set by evaluate itself"),
         ({"variants": ("--hf-path elsewhere",)}, "--hf-path is set by evaluate itself"),
@@ -76,6 +80,8 @@ def test_what_is_given_twice_is_done_once():
         ({"variants": ("--attn-bits 7",)}, "invalid choice: 7"),
         ({"variants": ("--no-such-thing",)}, "unrecognized arguments: --no-such-thing"),
         ({"variants": ("--dtype float16 --streaming",)}, "not supported together"),
+        ({"variants": ("--target-bpw 3.7",)}, "--target-bpw takes the place of a width"),
+        ({"bits": (2,), "variants": ("--target-bpw 3",)}, "each of --bits (2 here)"),
     ],
 )
 def test_options_that_cannot_be_meant(given, message, capsys):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from turboquant_mlx.checkpoint.source import inspect_folder
-from turboquant_mlx.errors import OutputError
+from turboquant_mlx.errors import OptionError, OutputError
 from turboquant_mlx.evaluate import reference as module
 from turboquant_mlx.evaluate.reference import (
     LiveReference,
@@ -177,3 +177,6 @@ def test_the_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache_folder() == tmp_path / "home/.cache/turboquant-mlx-kit/evaluate"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/x")
+    with pytest.raises(OptionError, match=r"no home folder for the cache \(~nobody"):
+        default_cache_folder()

@@ -58,6 +58,9 @@ def test_texts_that_cannot_be_scored_on(tmp_path):
         read_text(tmp_path / "absent.txt")
     with pytest.raises(OptionError, match="cannot read the text"):
         read_text(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="pipe is a pipe or a device"):
+        read_text(tmp_path / "pipe")
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(OptionError, match="empty is empty"):
         read_text(tmp_path / "empty")

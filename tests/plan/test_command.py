@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -86,7 +87,11 @@ class TestExitCodes:
             ("--prefill-step-size", "0"),
             ("--wired-gb", "-1"),
             ("--ram-gb", "nan"),
+            ("--ram-gb", "8", "--wired-gb", "500"),
             ("--convert", "bits=7"),
+            ("--convert", "bits=3.0"),
+            ("--convert", "group-size=32.0"),
+            ("--convert", "balance-text=/nope"),
             ("--nothing",),
         ],
     )
@@ -94,6 +99,43 @@ class TestExitCodes:
         code, out, err = plan("--model", str(llama), *arguments)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda c: c.pop("turboquant"), "config.json has no 'turboquant' block"),
+            (
+                lambda c: c["turboquant"].update(modules={}),
+                "q_proj.codes belongs to nothing in the manifest",
+            ),
+            (
+                lambda c: c["turboquant"]["modules"].pop("lm_head"),
+                "lm_head.codes belongs to nothing in the manifest",
+            ),
+            (
+                lambda c: c["turboquant"].update(mtp={"file": "mtp.safetensors", "tensors": 1}),
+                "mtp.safetensors is missing, the manifest names it",
+            ),
+            (lambda c: c.update(source_model_file=0), "source_model_file 0 is not a Python file"),
+            (lambda c: c.update(num_hidden_layers=1), "but config.json: num_hidden_layers is 1"),
+            (lambda c: c.update(rms_norm_eps=-1), "rms_norm_eps is -1, not a finite number"),
+            (lambda c: c.update(rope_theta=math.nan), "rope_theta is nan, not a finite number"),
+            (lambda c: c.update(quantization_config=[1]), "quantization_config is not an object"),
+        ],
+    )
+    def test_1_where_no_command_would_load_it(
+        self, plan, workshop, llama, tmp_path, change, message
+    ):
+        folder = tmp_path / "m"
+        shutil.copytree(workshop.converted(llama, "--bits", "3").folder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        assert plan("--model", str(folder), "--ram-gb", "16")[0] == 0
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+        code, out, err = plan("--model", str(folder), "--ram-gb", "16")
+        assert (code, out) == (1, "")
+        assert err.startswith(f"error: {folder}: ")
+        assert message in err
 
     def test_a_model_of_unknown_type_is_not_runnable(self, plan, tmp_path):
         folder = tmp_path / "m"
@@ -162,6 +204,24 @@ class TestJson:
         assert values["error"]["kind"] == "ModelNotFoundError"
         assert values["error"]["message"] in err
 
+    @pytest.mark.parametrize("option", [("--convert", ""), ("--all-bits",)])
+    def test_what_the_converter_would_refuse_is_json_with_the_models_name(
+        self, plan, tmp_path, option
+    ):
+        folder = tmp_path / "m"
+        config = tiny.build_source(folder, "llama")
+        for change, message in (
+            ({"text_config": 1}, "config.json: text_config is not an object"),
+            ({"rms_norm_eps": -1}, "config.json: rms_norm_eps is -1, not a finite number"),
+        ):
+            (folder / "config.json").write_text(json.dumps(config | change))
+            code, out, err = plan("--model", str(folder), *option, "--json")
+            values = json.loads(out)
+            jsonschema.validate(values, SCHEMA)
+            assert code == 1
+            assert values["error"]["message"].startswith(f"{folder}: {message}")
+            assert values["error"]["message"] in err
+
     @pytest.mark.parametrize("arguments", [("--context", "-5"), ("--kv-bits", "99"), ("--what",)])
     def test_usage_errors_are_json_too(self, plan, llama, arguments):
         code, out, err = plan("--model", str(llama), *arguments, "--json")
@@ -177,7 +237,7 @@ class TestText:
         _, out, _ = plan("--model", str(llama), "--ram-gb", "16")
         for words in ("weights", "key-value cache", "prefill workspace", "runtime reserve", "peak"):
             assert words in out
-        assert "16-bit at 16384 tokens, from config.json" in out
+        assert "16-bit at 4096 tokens (what the model was made for), from config.json" in out
         assert "FITS: all in memory" in out
 
     @pytest.mark.parametrize("bits", ["1", "1.5", "balanced"])
@@ -254,8 +314,6 @@ class TestHostileConfigs:
         ("name", "value"),
         [
             ("num_hidden_layers", "30"),
-            ("num_hidden_layers", 0),
-            ("num_hidden_layers", 10**400),
             ("num_key_value_heads", 0),
             ("num_attention_heads", 0),
             ("hidden_size", -64),
@@ -269,6 +327,12 @@ class TestHostileConfigs:
         code, out, err = plan("--model", changed(**{name: value}))
         assert (code, err) == (1, "")
         assert "UNKNOWN" in out or "DOES NOT FIT" in out
+
+    @pytest.mark.parametrize("value", [0, 10**400])
+    def test_layers_that_no_model_has_are_an_error(self, plan, changed, value):
+        code, out, err = plan("--model", changed(num_hidden_layers=value))
+        assert (code, out) == (1, "")
+        assert "config.json: num_hidden_layers" in err
 
     def test_a_file_in_the_place_of_a_folder_is_not_asked_of_the_hub(
         self, plan, llama, monkeypatch

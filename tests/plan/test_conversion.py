@@ -130,6 +130,23 @@ class TestOptions:
     def test_layers_are_joined_by_plus(self):
         assert parse_options("protect=0-2+5").protect_expert_layers == (0, 1, 2, 5)
 
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("bits=3,bits=4", "bits is given twice"),
+            ("group=64,g=32", "group-size is given twice"),
+            ("bits=3,target-bpw=3", "bits and target-bpw exclude each other"),
+            ("protect-bits=3", "--protect-bits has no effect without"),
+            ("bits=3.0", "--bits 3.0 is not one of 2, 3, 4"),
+            ("mlp-group-size=32.0", "--mlp-group-size 32.0 is not one of"),
+            ("error-feedback,feedback-text=/nope", "no such text file: /nope"),
+        ],
+    )
+    def test_what_the_converter_would_refuse(self, text, message):
+        with pytest.raises(OptionError) as caught:
+            parse_options(text)
+        assert message in caught.value.message
+
     @pytest.mark.parametrize("text", ["bist=3", "bits", "bits=5", "bits=three", "extras=maybe"])
     def test_anything_else_is_an_option_error(self, text):
         with pytest.raises(OptionError):

@@ -232,6 +232,15 @@ class TestUsage:
         assert "--model" in err
         assert "--self-test" in err
 
+    @pytest.mark.parametrize(
+        "option", [("--context", "5"), ("--kv-bits", "4"), ("--ngram-offload",)]
+    )
+    def test_what_concerns_a_model_needs_one(self, capsys, option):
+        with pytest.raises(SystemExit) as stop:
+            main(["--self-test", *option])
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.startswith(f"error: {option[0]} has no effect without --mod")
+
     def test_self_test_passes_here(self, doctor):
         code, checks, _ = doctor("--self-test")
         assert code == 0

@@ -91,7 +91,7 @@ def quantize_with_feedback(
         cannot run.
 
     Raises:
-        TurboQuantError: a weight that cannot be quantized.
+        TurboQuantError: a weight that cannot be quantized, or a disk that takes no more layers.
     """
     work = None
     try:

@@ -7,13 +7,15 @@ stopped. It is removed when the conversion is complete.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +115,44 @@ class FeedbackStore:
             return None
 
     def keep_tokens(self, tokens: np.ndarray) -> None:
-        """Keep the text for a later run."""
+        """Keep the text for a later run.
+
+        Raises:
+            OutputError: the disk is full, or the folder cannot be written.
+        """
         scratch = self.folder / f"tokens{_SCRATCH}.npy"
-        np.save(scratch, tokens)
-        _settle(scratch, self.folder / _TOKENS)
+        with self._written(scratch):
+            np.save(scratch, tokens)
+            _settle(scratch, self.folder / _TOKENS)
 
     def put(self, path: str, packed: PackedWeight) -> None:
-        """Keep a layer."""
+        """Keep a layer.
+
+        Raises:
+            OutputError: the disk is full, or the folder cannot be written.
+        """
         scratch = self.folder / f"{path}{_SCRATCH}{_LAYER}"
-        mx.save_safetensors(str(scratch), packed.arrays())
-        _settle(scratch, self.folder / f"{path}{_LAYER}")
+        arrays = packed.arrays()
+        mx.eval(arrays)  # what goes wrong from here on is the disk's
+        with self._written(scratch):
+            mx.save_safetensors(str(scratch), arrays)
+            _settle(scratch, self.folder / f"{path}{_LAYER}")
         self._paths.add(path)
+
+    @contextmanager
+    def _written(self, scratch: Path) -> Iterator[None]:
+        """Name the folder where a file cannot be written, and remove what there is of the file."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise OutputError(
+                f"{self.folder} cannot be written: {reason.rstrip('.')}",
+                hint="error feedback keeps its layers there; free some space or choose another "
+                "disk",
+            ) from error
 
     def get(self, path: str) -> PackedWeight:
         """Read a layer."""

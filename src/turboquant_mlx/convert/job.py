@@ -21,7 +21,7 @@ from ..checkpoint.model_class import SOURCE_MODEL_FILE
 from ..checkpoint.schema import Manifest, ModuleEntry, MtpInfo, config_entries, expected_tensors
 from ..checkpoint.stock import add_stock_keys
 from ..checkpoint.writer import FolderWriter
-from ..cli import raise_if_interrupted
+from ..cli import bars_are_off, raise_if_interrupted
 from ..errors import QuantizationError
 from ..kernels.dispatch import backend
 from ..quant.rotation import random_signs
@@ -292,7 +292,7 @@ class Job:
             total=sum(sizes.values()),
             unit="weight",
             unit_scale=True,
-            disable=not progress,
+            disable=bars_are_off(progress),
             dynamic_ncols=True,
             desc="converting",
         ) as bar:

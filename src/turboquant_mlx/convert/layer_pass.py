@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-from ..cli import raise_if_interrupted
+from ..cli import bars_are_off, raise_if_interrupted
 from ..kernels.dispatch import backend
 from ..layers import cpu
 from .roles import role_of
@@ -72,7 +72,7 @@ class LayerPass:
         with tqdm(
             total=len(self.layers),
             unit="layer",
-            disable=not progress,
+            disable=bars_are_off(progress),
             dynamic_ncols=True,
             desc=self.title,
         ) as bar:

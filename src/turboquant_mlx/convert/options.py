@@ -167,6 +167,8 @@ class ConvertOptions:
                 "--target-bpw and --streaming exclude each other",
                 hint="to see what matters, the whole 16-bit model has to run in memory",
             )
+        if self.rotation == "none" and self.rotation_seed != type(self).rotation_seed:
+            raise OptionError("--rotation-seed has no effect with --rotation none")
         if self.balance_text is not None and not self.balance:
             raise OptionError("--balance-text and --no-balance exclude each other")
         if self.error_feedback and self.use_qjl:
@@ -291,7 +293,8 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     allowed = tuple(allowed)
-    if isinstance(value, bool) or value not in allowed:
+    # 3.0 equals 3, but is not what the manifest may hold
+    if isinstance(value, (bool, float)) or value not in allowed:
         choices = ", ".join(str(choice) for choice in allowed if choice is not None)
         raise OptionError(f"{flag(name)} {value} is not one of {choices}")
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ..cli import raise_if_interrupted
+from ..cli import bars_are_off, raise_if_interrupted
 from ..kernels.dispatch import backend
 from ..layers import cpu
 
@@ -104,7 +104,7 @@ def sample_sequences(
     steps = tqdm(
         range(length),
         unit="token",
-        disable=not progress,
+        disable=bars_are_off(progress),
         dynamic_ncols=True,
         desc="writing a text",
     )

@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
+from ..cli import bars_are_off
 from ..errors import TurboQuantError, UnsupportedModelError
 from ..kernels.dispatch import backend
 from ..layers import cpu
@@ -108,7 +109,11 @@ def _measure(
     expected = replay.run(None)
     losses = {}
     for name, paths in tqdm(
-        parts.items(), unit="part", disable=not progress, dynamic_ncols=True, desc="sensitivity"
+        parts.items(),
+        unit="part",
+        disable=bars_are_off(progress),
+        dynamic_ncols=True,
+        desc="sensitivity",
     ):
         kept = {path: modules[path].weight for path in paths}
         for path, weight in kept.items():

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from ..checkpoint.config import read_json_object
+from ..checkpoint.config_check import check_config
 from ..checkpoint.loader import (
     KIMI_TYPES,
     call_mlx_lm,
@@ -23,7 +24,7 @@ from ..checkpoint.loader import (
     load_tokenizer,
     normalized_config,
 )
-from ..checkpoint.model_class import is_model_file
+from ..checkpoint.model_class import SOURCE_MODEL_FILE, is_model_file
 from ..checkpoint.source import Folder, has_tokenizer, inspect_folder, resolve
 from ..errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from .recipe import ModuleInfo
@@ -143,6 +144,12 @@ def build_source(
     Raises:
         UnsupportedModelError, CheckpointError: each names what is wrong.
     """
+    _check_description(folder.path, config)
+    try:
+        # again: some keys have got the names only now that the converted folder's check knows
+        check_config(config, len(folder.tensors))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder.path}: {error.message}", error.hint) from None
     precision = _source_precision(config)
     build = partial(_build, folder, deepcopy(config), precision, trust_remote_code)
     model, loaded = build()
@@ -158,7 +165,8 @@ def build_source(
         build = partial(_build_expanded, folder, build)
         _dequantize(folder, model)
     _check_floating(folder, model, precision)
-    for key in ("quantization", "quantization_config", "_name_or_path"):
+    # the last one is a key of our own format, which a source has no say in
+    for key in ("quantization", "quantization_config", "_name_or_path", SOURCE_MODEL_FILE):
         loaded.pop(key, None)
     return SourceModel(folder, loaded, model, precision, notes, tokenizer, lambda: build()[0])
 
@@ -171,6 +179,7 @@ def _describe_modelopt(path: Path, config: dict[str, Any]) -> None:
 
 
 def _check_description(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a config that a converted folder could not be loaded with."""
     if not isinstance(config.get("text_config") or {}, dict):
         raise CheckpointError(f"{path}: config.json: text_config is not an object")
 

@@ -5,6 +5,7 @@ MLX is imported only when the work begins, so ``--help`` and usage errors answer
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import cli
+from ..errors import OptionError
 from .options import (
     AFFINE_GROUP_SIZE,
     BITS,
@@ -74,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(argv: Sequence[str] | None) -> None:
     args = build_parser().parse_args(argv)
+    _check_included(args)
     options = EvaluateOptions(
         bits=None if args.bits is None else tuple(args.bits),
         group_size=args.group_size,
-        affine=args.affine,
-        qjl=args.qjl,
+        affine=args.affine is not False,
+        qjl=args.qjl is not False,
         variants=tuple(args.variant),
         compare=tuple(args.compare),
         noise_floor=args.noise_floor,
@@ -90,6 +93,8 @@ def _evaluate(argv: Sequence[str] | None) -> None:
         cache_gb=args.cache_limit,
         trust_remote_code=args.trust_remote_code,
     )
+    if args.output == "":
+        raise OptionError("--output is empty", hint="leave it out for a new file in this folder")
     output = Path(args.output or default_output(args.hf_path))
     check_output(output)
 
@@ -106,6 +111,16 @@ def _evaluate(argv: Sequence[str] | None) -> None:
     report.write(output)
     print(json.dumps(report.to_dict(), indent=2) if args.json else report.format_table())
     print(f"written to {output}", file=sys.stderr)
+
+
+def _check_included(args: argparse.Namespace) -> None:
+    """Refuse a wish for rows of widths where there are no widths."""
+    for wish, name in ((args.affine, "--include-affine"), (args.qjl, "--include-qjl")):
+        if wish and args.compare and args.bits is None:
+            raise OptionError(
+                f"{name} has no effect without --bits when --compare is given",
+                hint="name the widths of these rows, for example --bits 3",
+            )
 
 
 def default_output(hf_path: str) -> str:
@@ -158,22 +173,30 @@ def _add_rows(group: Any) -> None:
         "--include-affine",
         dest="affine",
         action="store_true",
-        default=True,
+        default=None,
         help="compare with MLX's own formats on the same layers: affine at each width, with 4 "
         "bits also mxfp4 and nvfp4 (the default)",
     )
     group.add_argument(
-        "--no-affine", dest="affine", action="store_false", help="leave MLX's own formats out"
+        "--no-affine",
+        dest="affine",
+        action="store_false",
+        default=None,
+        help="leave MLX's own formats out",
     )
     group.add_argument(
         "--include-qjl",
         dest="qjl",
         action="store_true",
-        default=True,
+        default=None,
         help="include a row with the 1-bit sketch of --use-qjl for each width (the default)",
     )
     group.add_argument(
-        "--no-qjl", dest="qjl", action="store_false", help="leave the rows with sketches out"
+        "--no-qjl",
+        dest="qjl",
+        action="store_false",
+        default=None,
+        help="leave the rows with sketches out",
     )
     group.add_argument(
         "--no-noise-floor",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,15 +86,24 @@ class EvaluateOptions:
             raise OptionError(
                 f"--seq-len {self.seq_len} is too short: a chunk has 3 tokens or more"
             )
-        if not self.cache_gb >= 0:
+        if not (self.cache_gb >= 0 and math.isfinite(self.cache_gb * 1e9)):
             raise OptionError(f"--cache-limit {self.cache_gb} is not a size in GB")
         if self.variants and not self.widths:
             raise OptionError(
                 "--variant has no effect without --bits when --compare is given",
                 hint="name the widths of the variants, for example --bits 3",
             )
+        if self.group_size is not None and not self.widths:
+            raise OptionError(
+                "--group-size has no effect without --bits when --compare is given",
+                hint="name the widths that are quantized to, for example --bits 3",
+            )
+        if self.cache_dir is not None and not str(self.cache_dir):
+            raise OptionError("--cache-dir is empty")
         for variant in self.variants:
-            parse_variant(variant)
+            given = parse_variant(variant)
+            for bits in self.widths:
+                _check_variant(variant, bits, given)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -129,8 +139,25 @@ def parse_variant(text: str) -> dict[str, Any]:
     for name in _NOT_FOR_VARIANTS:
         if name in given:
             raise OptionError(f"--variant {text!r}: {flag(name)} is set by evaluate itself")
-    ConvertOptions(**given)
+    try:
+        ConvertOptions(**given)
+    except OptionError as error:
+        raise OptionError(f"--variant {text!r}: {error.message}", error.hint) from None
     return given
+
+
+def _check_variant(text: str, bits: int, given: dict[str, Any]) -> None:
+    """Refuse a variant that cannot be converted at one of the widths that it is to run at."""
+    try:
+        ConvertOptions(**{"bits": bits} | given)
+    except OptionError as error:
+        if "target_bpw" in given:
+            raise OptionError(
+                f"--variant {text!r}: --target-bpw takes the place of a width, and variants run "
+                f"at each of --bits ({bits} here)",
+                hint="convert with --target-bpw first, then name that folder with --compare",
+            ) from None
+        raise OptionError(f"--variant {text!r}: {error.message}", error.hint) from None
 
 
 def _listed(values: tuple[int, ...]) -> str:

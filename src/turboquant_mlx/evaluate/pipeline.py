@@ -20,6 +20,7 @@ import mlx.core as mx
 from .. import __version__
 from ..checkpoint.loader import is_turboquant
 from ..checkpoint.source import Folder, inspect_folder, resolve
+from ..convert.balance import load_text
 from ..errors import OptionError, TurboQuantError
 from .candidates import Candidate, Prepared, list_candidates, load_folder, load_source, prepare
 from .options import EvaluateOptions
@@ -99,10 +100,15 @@ class _Run:
                 f"{name} is quantized already and cannot be what others are compared with",
                 hint="give its 16-bit source as --hf-path, and this folder with --compare",
             )
+        if self.alone:
+            self._explain_alone(name)
         self.candidates = [] if self.alone else list_candidates(options)
-        for candidate in self.candidates:
-            if candidate.path is not None:  # a wrong name is worth knowing at once
+        for candidate in self.candidates:  # a wrong name is worth knowing at once
+            if candidate.path is not None:
                 inspect_folder(resolve(candidate.path))
+            for option in ("balance_text", "feedback_text"):
+                if candidate.options.get(option) is not None:
+                    _check_text(candidate.name, candidate.options[option])
         text = read_text(options.text, raw=options.raw_text)
         self.scorer = Scorer(
             folder,
@@ -135,6 +141,26 @@ class _Run:
         if self._say is not None and text not in self._said:
             self._said.add(text)
             self._say(kind, text)
+
+    def _explain_alone(self, name: str) -> None:
+        """Say which options a model that is scored alone leaves without effect."""
+        options = self.options
+        idle = [
+            option
+            for option, given in (
+                ("--group-size", options.group_size is not None),
+                ("--no-affine", not options.affine),
+                ("--no-qjl", not options.qjl),
+                ("--no-noise-floor", not options.noise_floor),
+            )
+            if given
+        ]
+        if idle:
+            self.say(
+                "note",
+                f"{name} is quantized already and scored alone: {', '.join(idle)} "
+                f"{'has' if len(idle) == 1 else 'have'} no effect",
+            )
 
     # --- rows -----------------------------------------------------------------------------
 
@@ -241,6 +267,14 @@ class _Run:
         self.report.seconds = round(time.perf_counter() - self.started, 3)
         if self.on_row is not None:
             self.on_row(self.report)
+
+
+def _check_text(row: str, path: str) -> None:
+    """Make sure that the converter will be able to read a text."""
+    try:
+        load_text(path)
+    except OptionError as error:
+        raise OptionError(f"{row}: {error.message}", error.hint) from None
 
 
 def _free_memory() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from .. import __version__
 from ..checkpoint.source import Folder
 from ..checkpoint.target import os_errors
-from ..errors import OutputError
+from ..errors import OptionError, OutputError
 from .score import store_log_probs
 from .text import Chunks
 
@@ -170,9 +170,18 @@ class ReferenceCache:
 
 
 def default_cache_folder() -> Path:
-    """Where log-probabilities are kept when the user names no folder."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "turboquant-mlx-kit" / "evaluate"
+    """Where log-probabilities are kept when the user names no folder.
+
+    Raises:
+        OptionError: the place is in somebody's home folder, and there is no such home folder.
+    """
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if caches.startswith("~"):
+        raise OptionError(
+            f"there is no home folder for the cache ({caches})",
+            hint="--cache-dir names another folder",
+        )
+    return Path(caches) / "turboquant-mlx-kit" / "evaluate"
 
 
 def cache_key(folder: Folder, chunks: Chunks, device: str) -> str:

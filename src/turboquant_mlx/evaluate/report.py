@@ -106,7 +106,7 @@ class EvaluationReport:
         Raises:
             OutputError: it cannot be written.
         """
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        partial = _partial(path)
         with os_errors(f"{path} cannot be written"):
             try:
                 partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -150,8 +150,14 @@ def check_output(path: Path) -> None:
     """Make sure that a file can be written before the long work begins.
 
     Raises:
-        OutputError: it is a folder or a device, or its folder is missing or not writable.
+        OutputError: it is a folder or a device, its folder is missing or not writable, or its name
+            is too long.
     """
+    with os_errors(f"{path} cannot be written"):
+        _check_output(path)
+
+
+def _check_output(path: Path) -> None:
     if path.is_dir():
         raise OutputError(f"{path} is a folder, not a file to write to")
     if path.exists() and not path.is_file():
@@ -161,6 +167,13 @@ def check_output(path: Path) -> None:
         raise OutputError(f"{path} cannot be written, there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path} cannot be written, {path.parent} is not writable")
+    _partial(path).touch()
+    _partial(path).unlink()
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
 def _number(value: float | None, digits: int) -> str:

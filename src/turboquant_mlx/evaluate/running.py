@@ -51,14 +51,25 @@ def forward_of(model: nn.Module) -> Forward:
     """A function from tokens int32 [t] to logits float32 [t, vocabulary].
 
     The result is a view of memory that MLX holds for as long as it is used.
+
+    Raises:
+        CheckpointError: by the function; the model's code fails, or returns no plain logits.
     """
 
     def forward(ids: np.ndarray) -> np.ndarray:
-        logits = model(mx.array(ids)[None])
+        try:
+            logits = model(mx.array(ids)[None])
+            if isinstance(logits, mx.array):
+                logits = logits[0].astype(mx.float32)
+                mx.eval(logits)
+        except (ValueError, TypeError, LookupError) as error:  # what a bad config leads to
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(
+                f"this model cannot be run: {text.rstrip('.')}",
+                hint="a value of its config.json may be wrong or missing",
+            ) from error
         if not isinstance(logits, mx.array):
             raise CheckpointError("the model does not return plain logits and cannot be scored")
-        logits = logits[0].astype(mx.float32)
-        mx.eval(logits)
         return np.array(logits, copy=False)
 
     return forward

@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from ..checkpoint.loader import load_tokenizer
 from ..checkpoint.source import Folder, has_tokenizer
-from ..cli import raise_if_interrupted
+from ..cli import bars_are_off, raise_if_interrupted
 from ..errors import CheckpointError
+from ..kvcache.geometry import text_config
 from .candidates import load_source
 from .options import DEFAULT_CACHE_GB
 from .reference import (
@@ -26,7 +27,7 @@ from .reference import (
 from .report import SOURCE_ROW
 from .running import device_name, forward_of, use_float32_activations
 from .score import ChunkScores, Summary, score_chunk, score_reference, summarize
-from .text import make_chunks
+from .text import Chunks, make_chunks
 
 Say = Callable[[str, str], None]
 """Takes ("note" or "warning", text)."""
@@ -45,7 +46,8 @@ class Scorer:
         say: called with each note.
 
     Raises:
-        CheckpointError: the folder has no tokenizer, or one that cannot be read.
+        CheckpointError: the folder has no tokenizer, one that cannot be read, or one that gives
+            tokens which the model does not know.
         OptionError: the text is too short.
     """
 
@@ -67,6 +69,7 @@ class Scorer:
         self.progress = progress
         self.say = say or (lambda kind, text: None)
         self.chunks = make_chunks(self._tokenizer(), text, count, length)
+        check_vocabulary(self.chunks, folder)
         self.reference: Reference | None = None
 
     def _tokenizer(self) -> Any:
@@ -146,5 +149,22 @@ class Scorer:
             unit="chunk",
             leave=False,
             dynamic_ncols=True,
-            disable=not (shown and self.progress),
+            disable=bars_are_off(shown and self.progress),
+        )
+
+
+def check_vocabulary(chunks: Chunks, folder: Folder) -> None:
+    """Refuse tokens that the model has no row for: their prediction cannot be scored.
+
+    Raises:
+        CheckpointError: there are such tokens.
+    """
+    config = folder.config
+    size = text_config(config).get("vocab_size") or config.get("vocab_size")
+    if isinstance(size, int) and not isinstance(size, bool) and chunks.ids.max() >= size > 0:
+        raise CheckpointError(
+            f"{folder.path}: its tokenizer gives the id {chunks.ids.max()}, its vocabulary ends at "
+            f"{size - 1}",
+            hint="this tokenizer belongs to another model, or the text names tokens that this "
+            "model was never trained on",
         )

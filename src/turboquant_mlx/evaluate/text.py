@@ -101,12 +101,18 @@ def read_text(path: str | Path | None, *, raw: bool = False) -> SourceText:
         raw: leave the words of WikiText's form apart.
 
     Raises:
-        OptionError: the file cannot be read, is empty or is not UTF-8; the hub cannot be reached.
+        OptionError: the file cannot be read, is a pipe or a device, is empty or is not UTF-8; the
+            hub cannot be reached.
     """
     if path is None:
         return _as_source(HUB_NAME, _hub_bytes(), raw)
     path = Path(path)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # reading a pipe may never end, a device never does
+            raise OptionError(
+                f"{path} is a pipe or a device", hint="save what comes out of it as a file first"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"cannot read the text {path}: {error.strerror or error}") from None

@@ -90,10 +90,12 @@ def exit_code(error: TurboQuantError) -> int:
 def _plan(args: Any) -> Plan:
     from .headers import open_model
     from .projection import plan_model
+    from .weights import check_model
 
     request = request_of(args)
     machine = machine_of(args)
     model = open_model(args.model)
+    check_model(model)
     if args.convert is None:
         plan = plan_model(model, machine, request)
     else:

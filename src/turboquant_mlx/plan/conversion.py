@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.headers import LENGTH_BYTES, TensorInfo
-from ..convert.options import BITS, ConvertOptions, load_tiers, parse_layer_ranges
-from ..errors import OptionError, UnsupportedModelError
+from ..convert.options import (
+    BITS,
+    ConvertOptions,
+    check_needs,
+    load_tiers,
+    parse_layer_ranges,
+)
+from ..errors import OptionError, TurboQuantError, UnsupportedModelError
 from .headers import ModelFiles
 from .machine import Machine
 from .projection import Plan, Request, plan_model
-from .weights import read_manifest
-
-UNASSIGNED = "(shared out by --target-bpw)"
-"""Stands for the bytes that a target leaves beyond the whole bits below it."""
+from .weights import UNASSIGNED, read_manifest
 
 # Short names that --convert takes beside the options' own.
 _SHORT = {
@@ -91,7 +94,8 @@ def parse_options(text: str) -> ConvertOptions:
     (``protect=0-5+42-47``), since the comma separates options.
 
     Raises:
-        OptionError: an unknown name, or a value that the option does not take.
+        OptionError: an unknown name, one that is given twice, a value that the option does not
+            take, a bad combination, or a text that cannot be read.
     """
     known = {field.name: field for field in dataclasses.fields(ConvertOptions)}
     values: dict[str, Any] = {}
@@ -106,8 +110,24 @@ def parse_options(text: str) -> ConvertOptions:
                 f"--convert: turboquant-convert has no option {key!r}",
                 hint='write for example --convert "bits=3,group-size=64,quantize-extras"',
             )
+        if name in values:
+            raise OptionError(f"--convert: {name.replace('_', '-')} is given twice")
         values[name] = _value(name, known[name].default, value if given else None)
-    return ConvertOptions(**values)
+    check_needs(values)
+    if "bits" in values and "target_bpw" in values:
+        raise OptionError("--convert: bits and target-bpw exclude each other")
+    options = ConvertOptions(**values)
+    for path in (options.balance_text, options.feedback_text):
+        if path is not None:
+            _check_text(path)
+    return options
+
+
+def _check_text(path: str) -> None:
+    """Make sure that the converter could read a text."""
+    from ..convert.balance import load_text
+
+    load_text(path)
 
 
 def _value(name: str, default: Any, text: str | None) -> Any:
@@ -160,7 +180,8 @@ def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) ->
     """What ``turboquant-convert`` would write for a source.
 
     Raises:
-        UnsupportedModelError: the source cannot be converted; the message says why.
+        UnsupportedModelError, CheckpointError: the source cannot be converted; the message says
+            why.
         OptionError: the options do not suit the model.
     """
     if read_manifest(model.config, model.tensors) is not None:
@@ -169,7 +190,13 @@ def convert_projection(model: ModelFiles, options: ConvertOptions, text: str) ->
             hint="--convert is for the 16-bit model that it was made from",
         )
     with _hollow_copy(model) as path:
-        return _project(path, options, text)
+        try:
+            return _project(path, options, text)
+        except TurboQuantError as error:  # the user knows the model, not the copy
+            message, hint = (
+                part and part.replace(str(path), model.name) for part in (error.message, error.hint)
+            )
+            raise type(error)(message or "", hint) from error
 
 
 def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
@@ -187,43 +214,57 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
         trust_remote_code=options.trust_remote_code,
     )
     infos = source_model.list_modules(source.model)
-    target = options.target_bpw
-    if target is not None:
-        # as if every part got the whole bits below the target; what remains is added below
-        options = dataclasses.replace(
-            options, target_bpw=None, bits=min(max(int(target), BITS[0]), BITS[-1])
-        )
     plan = plan_modules(infos, options)
     if plan.quantizes_nothing:
         raise pipeline.nothing_to_do(source, plan)
     job = Job(source, options, infos, plan)
+    rest = 0 if options.target_bpw is None else _lay_out_target(job, options.target_bpw)
     tensors, end = {}, 0
     for stored in (tensor for group in job.layout.values() for tensor in group):
         tensors[stored.name] = TensorInfo(
             stored.dtype, tuple(stored.shape), end, end + stored.num_bytes
         )
         end += stored.num_bytes
-    if target is not None:
-        packed = [path for path, entry in job.manifest.modules.items() if not entry.is_affine]
-        weights = sum(job.manifest.modules[path].num_weights for path in packed)
-        taken = sum(t.num_bytes for path in packed for t in job.layout[path])
-        rest = max(int(target * weights / 8) - taken, 0)
+    if rest:
         tensors[UNASSIGNED] = TensorInfo("U8", (rest,), end, end + rest)
     return Conversion(
-        options=options if target is None else dataclasses.replace(options, target_bpw=target),
+        options=options,
         text=text,
         tensors=tensors,
-        config={**source.config, **_entries(job, options)},
-        exact=target is None,
+        config={**source.config, **_entries(job)},
+        exact=options.target_bpw is None,
         mtp_bytes=sum(folder.tensors[name].nbytes for name in job.mtp),
-        notices=(*plan.notices, *plan.warnings),
+        notices=(*job.plan.notices, *job.plan.warnings),
     )
 
 
-def _entries(job: Any, options: ConvertOptions) -> dict[str, Any]:
+def _lay_out_target(job: Any, target: float) -> int:
+    """Lay a job out with the most whole bits that the target permits for all parts alike.
+
+    Returns:
+        bytes that the target leaves beyond these: the conversion gives them to some of the parts.
+
+    Raises:
+        OptionError: the target is out of reach, or there is nothing to share out.
+    """
+    from ..convert import widths
+
+    sizes = widths.sizes_of(job)
+    job.plan.notices.extend(widths.check_target(job, sizes))
+    packed = [path for path, entry in job.manifest.modules.items() if not entry.is_affine]
+    weights = sum(job.manifest.modules[path].num_weights for path in packed)
+    fixed = sum(job.bytes_of(path) for path in packed if path not in sizes)
+    budget = int(target * weights / 8)
+    taken = {bits: fixed + sum(module[bits] for module in sizes.values()) for bits in BITS}
+    width = max((bits for bits in BITS if taken[bits] <= budget), default=BITS[0])
+    job.set_widths(dict.fromkeys(sizes, width))
+    return 0 if width == BITS[-1] else max(budget - taken[width], 0)
+
+
+def _entries(job: Any) -> dict[str, Any]:
     from ..checkpoint.schema import config_entries
 
-    return config_entries(job.manifest, options.bits, job.label_group_size())
+    return config_entries(job.manifest, job.label_bits(), job.label_group_size())
 
 
 @contextmanager

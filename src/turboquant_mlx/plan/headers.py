@@ -183,7 +183,8 @@ def _open_repository(repo: str, revision: str | None, name: str) -> ModelFiles:
         raise
     except Exception as error:
         # the client's errors and those of the libraries below it share no base class
-        explained = explain_no_model(error, repo, revision, offline=False, allow_download=True)
+        cause = _no_connection(error) or error
+        explained = explain_no_model(cause, repo, revision, offline=False, allow_download=True)
         if not _is_out_of_reach(error):
             raise explained from error
         try:
@@ -197,6 +198,19 @@ def _is_out_of_reach(error: BaseException) -> bool:
     from huggingface_hub import errors
 
     return not isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
+
+
+def _no_connection(error: BaseException) -> Exception | None:
+    """What the client says of a whole download where there is no way to the hub, else None."""
+    from huggingface_hub import errors
+
+    # the client's library has had several names
+    transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    if not transport and not isinstance(error, ConnectionError | TimeoutError):
+        return None
+    missing = errors.LocalEntryNotFoundError(str(error))
+    missing.__cause__ = error
+    return missing
 
 
 def _open_offline(repo: str, revision: str | None, name: str) -> ModelFiles:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def plan(
     model: str,
     *,
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     kv: KVSpec | None = None,
     prefill_step_size: int | None = None,
     ngram_offload: bool = False,
@@ -33,7 +33,8 @@ def plan(
 
     Args:
         model: folder, ``owner/name`` or ``owner/name@revision`` of the hub.
-        context: tokens of prompt and answer together.
+        context: tokens of prompt and answer together, None for 16384 or what the model was made
+            for, where that is less.
         kv: packing of the key-value cache, None for 16 bits.
         prefill_step_size: tokens per prefill chunk, None for the largest safe one.
         ngram_offload: plan with n-gram tables served from disk.
@@ -55,6 +56,7 @@ def plan(
     from .headers import open_model
     from .machine import Machine, described
     from .projection import Request, plan_model
+    from .weights import check_model
 
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(f"model must be a folder or the name of a repository, not {model!r}")
@@ -62,9 +64,16 @@ def plan(
         raise OptionError(f"convert must be text such as 'bits=3', not {convert!r}")
     if machine is not None and not isinstance(machine, Machine):
         raise OptionError(f"machine must be a Machine, not {machine!r}")
-    request = Request(context, kv, prefill_step_size, ngram_offload)
+    request = Request(
+        DEFAULT_CONTEXT if context is None else context,
+        kv,
+        prefill_step_size,
+        ngram_offload,
+        default_context=context is None,
+    )
     target = machine or described(ram_gb, wired_gb)
     files = open_model(str(model))
+    check_model(files)
     if convert is None:
         return plan_model(files, target, request)
     from .conversion import plan_converted

@@ -120,7 +120,11 @@ def with_overrides(
 
 
 def described(ram_gb: float | None, wired_gb: float | None) -> Machine:
-    """The machine that the user describes, else this one."""
+    """The machine that the user describes, else this one.
+
+    Raises:
+        OptionError: a size that no machine has, or a working set larger than the memory.
+    """
     if ram_gb is None and wired_gb is None:
         return detect()
     for value, name in ((ram_gb, "ram_gb"), (wired_gb, "wired_gb")):
@@ -129,6 +133,12 @@ def described(ram_gb: float | None, wired_gb: float | None) -> Machine:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 < value <= MOST_GB:
             raise OptionError(f"{name} {value!r} is not a size in GB, above 0 and at most 10^6")
+    if ram_gb is not None and wired_gb is not None and wired_gb * GB > ram_gb * GIB:
+        raise OptionError(
+            f"wired_gb {wired_gb:g} is more than all of the memory, ram_gb {ram_gb:g}",
+            hint=f"{ram_gb:g} GiB of memory are {ram_gb * GIB / GB:.2f} GB; a working set is a "
+            "part of them",
+        )
     return with_overrides(None, ram_gb, wired_gb)
 
 

@@ -49,9 +49,9 @@ def add_shared_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--context",
         type=_whole,
-        default=DEFAULT_CONTEXT,
         metavar="TOKENS",
-        help="prompt and answer together (default: %(default)s)",
+        help=f"prompt and answer together (default: {DEFAULT_CONTEXT}, or what the model was made "
+        "for where that is less)",
     )
     parser.add_argument(
         "--prefill-step-size",
@@ -93,11 +93,12 @@ def request_of(args: argparse.Namespace) -> Request:
     from .projection import Request
 
     return Request(
-        context=args.context,
+        context=DEFAULT_CONTEXT if args.context is None else args.context,
         kv=resolve(kv_options(args)),
         prefill_step_size=args.prefill_step_size,
         ngram_offload=args.ngram_offload,
         kv_bits=None if args.kv_bits is None else str(args.kv_bits),
+        default_context=args.context is None,
     )
 
 

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import OptionError
-from ..kvcache.geometry import Attention, Geometry, describe, text_config, why_unknown
-from ..kvcache.spec import KVSpec
+from ..kvcache.geometry import (
+    Attention,
+    Geometry,
+    describe,
+    packing,
+    text_config,
+    why_unknown,
+)
+from ..kvcache.spec import DEFAULT_MIN_TOKENS, KVSpec
 from . import DEFAULT_CONTEXT
 from .headers import ModelFiles
 from .machine import GB, MIB, Machine
@@ -77,6 +84,8 @@ class Request:
         ngram_offload: serve n-gram tables from disk.
         kv_bits: the user's own words for the widths of ``kv``, as --kv-bits takes them, for the
             command line that is shown.
+        default_context: whether nobody asked for this context, so that it is cut to what the model
+            was made for.
 
     Raises:
         OptionError: a value of another type or out of range.
@@ -87,6 +96,7 @@ class Request:
     prefill_step_size: int | None = None
     ngram_offload: bool = False
     kv_bits: str | None = None
+    default_context: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context", "prefill_step_size"):
@@ -201,6 +211,10 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
         OptionError: the request does not suit the model.
     """
     weights = weigh(model)
+    longest = _size(text_config(model.config), "max_position_embeddings")
+    if request.default_context:
+        request = replace(request, context=min(request.context, longest or request.context))
+    request, notes = _without_idle_packing(model.config, request)
     projection = project(model.config, weights, machine, request)
     warnings = []
     if projection.geometry is None:
@@ -217,8 +231,7 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
         )
     if weights.is_moe and weights.token_experts is None:
         warnings.append("config.json does not say how many experts a token uses")
-    longest = text_config(model.config).get("max_position_embeddings")
-    if isinstance(longest, int) and not isinstance(longest, bool) and request.context > longest > 0:
+    if longest is not None and request.context > longest:
         warnings.append(
             f"--context {request.context} is beyond the {longest} tokens that the model was "
             "made for"
@@ -239,7 +252,28 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
     verdict = judge(weights, machine, projection)
     if verdict.mode == "resident":
         warnings += _chunk_warning(model.config, weights, machine, projection, verdict)
-    return Plan(model, weights, machine, projection, verdict, tuple(warnings), model.notes)
+    notes = [*model.notes, *notes]
+    return Plan(model, weights, machine, projection, verdict, tuple(warnings), tuple(notes))
+
+
+def _without_idle_packing(config: Mapping[str, Any], request: Request) -> tuple[Request, list[str]]:
+    """The request without a packing that would not begin before its context ends, and a note."""
+    kv, geometry = request.kv, describe(config)
+    if kv is None or geometry is None:
+        return request, []
+    specs = [spec for spec in (packing(piece, kv) for piece in geometry.pieces()) if spec]
+    if not specs or any(spec.warm_tokens <= request.context for spec in specs):
+        return request, []
+    if kv.start > kv.min_tokens + kv.mean_tokens:
+        why = f"--quantized-kv-start {kv.start}"
+    elif kv.min_tokens > DEFAULT_MIN_TOKENS:
+        why = f"--kv-min-tokens {kv.min_tokens}"
+    else:
+        why = "the first tokens wait for one another"
+    begin = min(spec.warm_tokens for spec in specs)
+    note = f"the key-value cache stays in 16 bits: packing begins at {begin} tokens ({why}), and "
+    note += f"--context is {request.context}"
+    return replace(request, kv=None, kv_bits=None), [note]
 
 
 def _chunk_warning(
@@ -287,8 +321,15 @@ def _project(
     kv, per_token = Term(None, "unknown: " + why_unknown(config)), None
     if geometry is not None:
         size = geometry.nbytes(request.context, request.kv, element_bytes)
-        kv = Term(size, _kv_basis(geometry, request))
+        kv = Term(size, _kv_basis(config, request))
         per_token = geometry.bytes_per_token(request.kv, element_bytes)
+    workspace = _workspace(config, geometry, weights, machine, request, step)
+    if geometry is not None and workspace.bytes is not None:
+        extra = _packing_bytes(geometry, machine, request, element_bytes)
+        if extra:
+            until = request.kv.warm_tokens if request.kv is not None else 0
+            text = f"{workspace.basis}, and the 16-bit cache until {until} tokens are packed"
+            workspace = Term(workspace.bytes + extra, text)
     loaded, basis = weights.loaded, weights.basis
     if request.ngram_offload and weights.ngram:
         loaded -= weights.ngram
@@ -298,30 +339,62 @@ def _project(
         weights=Term(loaded, basis),
         expanded=_expanded(weights, machine, loaded),
         kv=kv,
-        workspace=_workspace(config, geometry, weights, machine, request, step),
+        workspace=workspace,
         reserve=_reserve(config, machine),
         step=step,
         ceiling=Term(machine.ceiling_bytes, machine.ceiling_basis),
         geometry=geometry,
-        kv_note="" if geometry is None else _kv_note(geometry, request.kv),
+        kv_note="" if geometry is None else _kv_note(geometry, request),
         kv_per_token=per_token,
     )
     return replace(projection, experts_hot=_hot_experts(weights, machine, projection))
 
 
-def _kv_basis(geometry: Geometry, request: Request) -> str:
+def _packing_bytes(
+    geometry: Geometry, machine: Machine, request: Request, element_bytes: int
+) -> int:
+    """Bytes beyond those of the cache at the end that exist while it is packed: the tokens that
+    waited for --quantized-kv-start in 16 bits, and what exists twice beside them, the packed
+    copies of the layers that are at work (and on a GPU the grown 16-bit ones)."""
+    kv, context = request.kv, request.context
+    if kv is None or not kv.start or kv.warm_tokens > context:
+        return 0
+
+    def waiting(packed: KVSpec | None, tokens: int) -> int:
+        kinds = geometry.bytes_by_kind(tokens, packed, element_bytes)
+        return sum(kinds.get(kind, 0) for kind in ("full", "latent"))
+
+    before, count = kv.warm_tokens - 1, len(geometry.layers)
+    # a packed cache that waits has no more room than it waits for; one of a window may be packed
+    held = min(geometry.nbytes(before, spec, element_bytes) for spec in (None, kv))
+    if machine.backend == "cpu":
+        twice = waiting(kv, kv.warm_tokens) // count
+    else:
+        grown = waiting(None, before) - waiting(kv, context)
+        twice = (waiting(kv, kv.warm_tokens) + grown) * min(_GROWN_LAYERS, count) // count
+    return max(held + twice - geometry.nbytes(context, kv, element_bytes), 0)
+
+
+def _kv_basis(config: Mapping[str, Any], request: Request) -> str:
     kind = "16-bit" if request.kv is None else request.kv.describe()
-    return f"{kind} at {request.context} tokens, from config.json"
+    longest = _size(text_config(config), "max_position_embeddings")
+    made_for = request.default_context and request.context == longest
+    cut = " (what the model was made for)" if made_for else ""
+    return f"{kind} at {request.context} tokens{cut}, from config.json"
 
 
-def _kv_note(geometry: Geometry, kv: KVSpec | None) -> str:
+def _kv_note(geometry: Geometry, request: Request) -> str:
     """How many caches of which kind, and how many of them are packed."""
+    kv = request.kv
     kinds = ("full", "window", "chunked", "latent", "compressed", "index", "state")
     counts = [f"{geometry.count(kind)} {kind}" for kind in kinds if geometry.count(kind)]
     text = ", ".join(counts) or "none"
     if kv is None:
         return text
-    return f"{text}; {geometry.packed(kv)} packed as {kv.describe()}"
+    specs = (packing(piece, kv) for piece in geometry.pieces())
+    later = sum(spec is not None and spec.warm_tokens > request.context for spec in specs)
+    packed = max(geometry.packed(kv) - later, 0)
+    return f"{text}; {packed} packed as {kv.describe()}"
 
 
 def _expanded(weights: Weights, machine: Machine, loaded: int) -> Term:

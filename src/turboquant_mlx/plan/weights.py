@@ -10,13 +10,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.config_check import check_config
 from ..checkpoint.headers import DTYPE_BITS, TensorInfo
-from ..checkpoint.schema import Manifest, expected_tensors, has_manifest
+from ..checkpoint.schema import (
+    FLOAT_DTYPES,
+    MODEL_FILE,
+    Manifest,
+    expected_tensors,
+    has_manifest,
+)
 from ..convert.roles import layer_of, role_of
 from ..errors import CheckpointError
-from ..kvcache.geometry import text_config
+from ..kvcache.geometry import describe, text_config
 from .headers import ModelFiles
 from .machine import GB
+
+UNASSIGNED = "(shared out by --target-bpw)"
+"""Stands for the bytes of a planned conversion that a target leaves beyond whole bits."""
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -130,6 +140,8 @@ def weigh(model: ModelFiles) -> Weights:
     ngram = sum(size for name, size in loaded.items() if _NGRAM.search(name))
     moe_layers = {layer_of(path) for path, role in roles.items() if role == "expert"} - {None}
     method, bits, group_size = _quantization(config, manifest)
+    if UNASSIGNED in model.tensors:
+        bits = None  # the parts will differ
     embedding = sum(size for name, size in loaded.items() if roles[_module(name)] == "embedding")
     tied = not any(role == "lm_head" for role in roles.values())
     return Weights(
@@ -159,8 +171,8 @@ def read_manifest(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
     Raises:
         CheckpointError: it is damaged, or does not fit the tensors.
     """
-    if has_manifest(config):
-        manifest = Manifest.from_config(config)
+    if has_manifest(config) or config.get("model_file") == MODEL_FILE:
+        manifest = Manifest.from_config(config, tensors)
         check_tensors(manifest, tensors)
         return manifest
     blocks = (config.get(key) for key in ("quantization", "quantization_config"))
@@ -172,12 +184,57 @@ def read_manifest(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
     return None
 
 
+def check_model(model: ModelFiles) -> None:
+    """Refuse what no command would load, as far as config.json and the headers show it.
+
+    Raises:
+        CheckpointError: a value of the config that no model can have, a manifest that is damaged
+            or does not fit the tensors or the number of layers, or a file that is missing.
+    """
+    try:
+        check_config(model.config, len(model.tensors))
+        manifest = read_manifest(model.config, model.tensors)
+        if manifest is not None and has_manifest(model.config):
+            _check_files(model, manifest)
+            _check_layers(model.config, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{model.name}: {error.message}", error.hint) from None
+
+
+def _check_files(model: ModelFiles, manifest: Manifest) -> None:
+    if manifest.mtp is not None and manifest.mtp.file not in model.other_files:
+        raise CheckpointError(
+            f"{manifest.mtp.file} is missing, the manifest names it",
+            hint="copy the folder again, with all of its files",
+        )
+    code = model.config.get("source_model_file")
+    if code is not None and code not in model.other_files:
+        raise CheckpointError(f"source_model_file {code!r} is not a Python file in it")
+
+
+def _check_layers(config: Mapping[str, Any], manifest: Manifest) -> None:
+    """Whether the model has every layer that the manifest names."""
+    count, geometry = text_config(config).get("num_hidden_layers"), describe(config)
+    if not isinstance(count, int) or isinstance(count, bool) or geometry is None:
+        return
+    # a few model types have more layers than they say; then they have as many caches
+    most = max(count, len(geometry.layers))
+    for path in manifest.modules:
+        layer = None if _SENSES.search(path) else layer_of(path)
+        if layer is not None and layer >= most:
+            raise CheckpointError(
+                f"the manifest names a module {path}, but config.json: num_hidden_layers is {count}"
+            )
+
+
 def check_tensors(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
     """Hold every tensor that the manifest promises against the headers.
 
     Raises:
-        CheckpointError: one is missing, or of another type or shape.
+        CheckpointError: one is missing, or of another type or shape; or there is one that could
+            only be part of a quantized module, and belongs to none.
     """
+    promised = manifest.tensors()
     for path, entry in manifest.modules.items():
         for suffix, spec in expected_tensors(entry).items():
             name = f"{path}.{suffix}"
@@ -189,6 +246,11 @@ def check_tensors(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None
                 raise CheckpointError(
                     f"tensor {name} is {info.dtype} {list(info.shape)}, the manifest says {wanted}"
                 )
+    for name, info in tensors.items():
+        if name in promised or name == UNASSIGNED:
+            continue
+        if info.dtype not in FLOAT_DTYPES or _module(name) in manifest.modules:
+            raise CheckpointError(f"tensor {name} belongs to nothing in the manifest")
 
 
 def _loaded_sizes(model: ModelFiles, manifest: Manifest | None) -> tuple[dict[str, int], str]:
@@ -293,8 +355,12 @@ def _precision(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], manifest: Manifest | None
 ) -> str:
     if manifest is not None:
+        # biases count with what was kept, as in the converter's own report
         stored = 8 * sum(
-            info.nbytes for name, info in tensors.items() if _module(name) in manifest.modules
+            info.nbytes
+            for name, info in tensors.items()
+            if name == UNASSIGNED
+            or (_module(name) in manifest.modules and not name.endswith(".bias"))
         )
         weights = sum(entry.num_weights for entry in manifest.modules.values())
         kind = "TurboQuant" if has_manifest(config) else "TurboQuant (predecessor's format)"

@@ -47,6 +47,11 @@ def failed(name: str, message: str, fix: str = "") -> Check:
     return Check(name, "fail", message, fix)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and a noun that agrees with it."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def attempt(name: str, work: Callable[[], str], status: Status = "fail") -> Check:
     """Run ``work``; its text is the message of a pass, an error of ours the one of a failure."""
     try:

@@ -6,6 +6,7 @@ failed, 2 bad usage.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from collections.abc import Sequence
@@ -62,6 +63,10 @@ def _command(argv: Sequence[str] | None) -> int:
     args = parser.parse(argv)
     if args.model is None and not args.self_test:
         parser.error("--model is needed, or --self-test to check this installation alone")
+    if args.model is None:
+        idle = _given_for_a_model(parser, args)
+        if idle:
+            parser.error(f"{idle[0]} has no effect without --model")
     from ..report import error_dict
     from .environment import check_environment
 
@@ -86,6 +91,19 @@ def _command(argv: Sequence[str] | None) -> int:
     else:
         print(_as_text(checks, plan))
     return cli.EXIT_FINDING if any(check.status == "fail" for check in checks) else cli.EXIT_OK
+
+
+# Options that also concern the machine or the output.
+_NOT_OF_A_MODEL = ("model", "self_test", "json", "ram_gb", "wired_gb", "help")
+
+
+def _given_for_a_model(parser: PlanParser, args: argparse.Namespace) -> list[str]:
+    """Options that the user gave and that only say how a model is to run."""
+    return [
+        action.option_strings[0]
+        for action in parser._actions
+        if action.dest not in _NOT_OF_A_MODEL and getattr(args, action.dest) != action.default
+    ]
 
 
 def examine(name: str, machine: Machine, request: Request) -> tuple[list[Check], Plan | None]:
@@ -158,6 +176,8 @@ def _as_dict(checks: Sequence[Check], plan: Plan | None) -> dict[str, Any]:
 
 
 def _as_text(checks: Sequence[Check], plan: Plan | None) -> str:
+    from .check import counted
+
     width = max(len(check.id) for check in checks)
     lines = []
     for check in checks:
@@ -166,7 +186,9 @@ def _as_text(checks: Sequence[Check], plan: Plan | None) -> str:
             lines.append(f"{'':6}{'':{width}}  hint: {check.fix}")
     counts = {status: sum(c.status == status for c in checks) for status in _MARKS}
     lines.append("")
-    lines.append(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
+    warned = counted(counts["warn"], "warning")
+    lines.append(f"{counts['pass']} passed, {warned}, {counts['fail']} failed")
     if plan is not None:
         lines += [f"warning: {text}" for text in plan.warnings]
+        lines += [f"note: {text}" for text in plan.notes]
     return "\n".join(lines)

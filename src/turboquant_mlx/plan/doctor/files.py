@@ -14,7 +14,7 @@ from ...errors import CheckpointError, TurboQuantError, UnsupportedModelError
 from ...kvcache.geometry import text_config
 from ..headers import ModelFiles
 from ..weights import read_manifest
-from .check import Check, attempt, failed, passed, warned
+from .check import Check, attempt, counted, failed, passed, warned
 
 
 def check_files(model: ModelFiles) -> list[Check]:
@@ -22,8 +22,7 @@ def check_files(model: ModelFiles) -> list[Check]:
     checks = [
         passed(
             "model.files",
-            f"{len(model.file_bytes)} weight files, complete and of the length their headers say: "
-            f"{format_bytes(model.weight_bytes)} in {len(model.tensors)} tensors",
+            _describe_files(model),
         ),
         check_manifest(model),
         check_type(model),
@@ -36,6 +35,16 @@ def check_files(model: ModelFiles) -> list[Check]:
         checks.append(check_loads(model))
     checks += check_tokenizer(model)
     return checks
+
+
+def _describe_files(model: ModelFiles) -> str:
+    one = len(model.file_bytes) == 1
+    whose = "its header says" if one else "their headers say"
+    size = format_bytes(model.weight_bytes)
+    return (
+        f"{counted(len(model.file_bytes), 'weight file')}, complete and of the length {whose}: "
+        f"{size} in {counted(len(model.tensors), 'tensor')}"
+    )
 
 
 def check_manifest(model: ModelFiles) -> Check:
