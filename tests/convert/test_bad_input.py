@@ -389,8 +389,10 @@ def test_a_target_whose_name_is_no_text(llama: Path, tmp_path: Path) -> None:
         ],
         capture_output=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert b"out\\udcff" in done.stdout
+    assert done.returncode == 2
+    assert b"is not valid UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_in_no_folder(llama: Path, tmp_path: Path) -> None:

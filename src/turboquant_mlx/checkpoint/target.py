@@ -49,11 +49,18 @@ def check_target(target: str | Path, *, overwrite: bool = False) -> None:
     """Make sure that a folder can be made; nothing is changed.
 
     Raises:
-        OutputError: it exists (with ``overwrite``: and is not a model folder), or its parent does
-            not exist or cannot be written.
+        OutputError: it exists (with ``overwrite``: and is not a model folder), its parent does not
+            exist or cannot be written, or MLX could not open what is in it.
     """
     target = Path(target)
     final = Path(os.path.realpath(target))
+    try:
+        str(final).encode("utf-8")
+    except UnicodeEncodeError:
+        raise OutputError(
+            f"{target} cannot be made: the name is not valid UTF-8, and MLX could not open the "
+            "model there"
+        ) from None
     with os_errors(f"{target} cannot be made"):
         if final.is_symlink():  # all others were followed
             raise OutputError(f"{target} cannot be made, it is a link in a circle")
