@@ -79,6 +79,12 @@ def test_progress_in_a_log_adds_to_it_every_few_seconds_only():
     assert drawn == ["converting:   0%", "converting: 100%"]
 
 
+def test_an_interval_of_progress_that_is_no_number_is_an_error(monkeypatch, capsys):
+    monkeypatch.setenv("TQDM_MININTERVAL", "often")
+    assert cli.run(lambda argv: pytest.fail("the command ran"), []) == 2
+    assert capsys.readouterr().err == "error: TQDM_MININTERVAL 'often' is not a number of seconds\n"
+
+
 @pytest.mark.parametrize(
     "value, off", [("1", True), ("true", True), ("0", False), ("", False), (None, False)]
 )

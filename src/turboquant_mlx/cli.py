@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from .errors import TurboQuantError
+from .errors import OptionError, TurboQuantError
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -87,10 +87,10 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
     _open_closed_streams()
     _remember_ctrl_c()
     _end_cleanly_on_sigterm()
-    _slow_progress_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
+        _slow_progress_in_logs()
         try:
             code = command(argv) or EXIT_OK
         except Exception:
@@ -181,9 +181,17 @@ def _slow_progress_in_logs() -> None:
 
     tqdm reads this variable when it is imported, which the commands do later; it then holds for
     the bars of the hub's client and of mlx-lm as well.
+
+    Raises:
+        OptionError: the variable has a value that tqdm does not take.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "5")
+    seconds = os.environ.get("TQDM_MININTERVAL", "5")
+    try:
+        float(seconds)
+    except ValueError:
+        raise OptionError(f"TQDM_MININTERVAL {seconds!r} is not a number of seconds") from None
 
 
 def bars_are_off(shown: bool) -> bool:
