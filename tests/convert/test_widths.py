@@ -10,6 +10,7 @@ import pytest
 
 from converting import Workshop, contents, convert, manifest_of
 from turboquant_mlx.convert import sensitivity
+from turboquant_mlx.convert import widths as widths_module
 from turboquant_mlx.convert.sensitivity import losses_by_width, measure_losses
 from turboquant_mlx.convert.source_model import open_source
 
@@ -69,7 +70,10 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_more_than_there_is_gets_a_notice(workshop: Workshop, llama: Path) -> None:
+def test_more_than_there_is_gets_a_notice_and_measures_nothing(
+    workshop: Workshop, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widths_module, "measure_losses", lambda *a, **k: pytest.fail("measured"))
     done = workshop.converted(llama, "--target-bpw", "7", balanced=True)
     assert {entry.bits for entry in manifest_of(done.folder).modules.values()} == {4}
     assert any("is more than 4 bits everywhere take" in line for line in done.notes)

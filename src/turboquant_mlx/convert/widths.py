@@ -59,6 +59,11 @@ def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
         text: to run through the 16-bit model.
         progress: show a progress bar on stderr.
     """
+    weights, fixed = _fixed(job, sizes)
+    budget = int(_target(job) * weights / 8) - fixed
+    if budget >= sum(module[BITS[-1]] for module in sizes.values()):
+        job.set_widths(dict.fromkeys(sizes, BITS[-1]))  # nothing to choose
+        return
     parts: dict[str, list[str]] = {}
     for path in sizes:
         layer = layer_of(path)
@@ -73,7 +78,6 @@ def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
         vocabulary=job.vocabulary(),
         progress=progress,
     )
-    weights, fixed = _fixed(job, sizes)
     widths = allocate(
         [
             Part(
@@ -83,7 +87,7 @@ def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
             )
             for name, paths in parts.items()
         ],
-        int(_target(job) * weights / 8) - fixed,
+        budget,
     )
     job.set_widths({path: widths[name] for name, paths in parts.items() for path in paths})
 
