@@ -55,7 +55,7 @@ class Replay:
         """
         if has_stand_in():
             return make()(*inputs)  # what stands in for a kernel needs values
-        if self._program is None or not _same(self._held, held):
+        if self._program is None or not same_arrays(self._held, held):
             # whatever is not computed yet would be computed again at each call
             mx.eval(held)
             self._held, self._program = held, mx.compile(make())
@@ -66,7 +66,8 @@ class Replay:
         return {"_held": (), "_program": None}
 
 
-def _same(held: tuple[mx.array, ...], now: tuple[mx.array, ...]) -> bool:
+def same_arrays(held: tuple, now: tuple) -> bool:
+    """Whether the entries are the very same objects, one by one."""
     if len(held) != len(now):
         return False
     for a, b in zip(held, now, strict=True):  # noqa: SIM110  # all() takes twice as long

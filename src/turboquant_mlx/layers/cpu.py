@@ -25,6 +25,7 @@ import numpy as np
 from ..kernels import cpu_attention
 from ..kernels.cpu_matrix import CpuMatrix, as_numpy, expert_product
 from ..kernels.dispatch import backend, is_differentiated, is_traced
+from ..kernels.replay import same_arrays
 from ..quant.bfloat16 import widen
 from ..quant.decode import NumpyDecoder
 from ..quant.weight import PackedWeight
@@ -59,14 +60,15 @@ class ExpandedWeight:
         self.keep = True
         self._version = version
         self._make = make
-        self._seen: tuple | None = None
+        self._seen: tuple = ()
         self._matrix: CpuMatrix | None = None
         self._made_to_keep = False
 
     def matrix(self) -> CpuMatrix:
         """The current matrix."""
         now = self._version()
-        if self._matrix is None or not _same(self._seen, now) or self._made_to_keep < self.keep:
+        stale = not same_arrays(self._seen, now) or self._made_to_keep < self.keep
+        if self._matrix is None or stale:
             self._matrix, self._seen = self._make(self.keep), now
             self._made_to_keep = self.keep
         return self._matrix
@@ -75,11 +77,11 @@ class ExpandedWeight:
         """Forget the matrix and the arrays that it was made from."""
         if self._matrix is not None:
             self._matrix.release()
-        self._matrix = self._seen = None
+        self._matrix, self._seen = None, ()
 
     def __getstate__(self) -> dict:
         # the matrix can be made again, and its lock cannot be copied
-        return {**self.__dict__, "_seen": None, "_matrix": None}
+        return {**self.__dict__, "_seen": (), "_matrix": None}
 
 
 class ExpandedExperts:
@@ -89,13 +91,13 @@ class ExpandedExperts:
         self.keep = True
         self._version = version
         self._make = make
-        self._seen: tuple | None = None
+        self._seen: tuple = ()
         self._matrices: dict[int, CpuMatrix] = {}
 
     def matrix(self, expert: int) -> CpuMatrix:
         """The current matrix of one expert."""
         now = self._version()
-        if not _same(self._seen, now):
+        if not same_arrays(self._seen, now):
             self._matrices, self._seen = {}, now
         matrix = self._matrices.get(expert)
         if matrix is None:
@@ -106,10 +108,10 @@ class ExpandedExperts:
         """Forget the matrices and the arrays that they were made from."""
         for matrix in self._matrices.values():
             matrix.release()
-        self._matrices, self._seen = {}, None
+        self._matrices, self._seen = {}, ()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_seen": None, "_matrices": {}}
+        return {**self.__dict__, "_seen": (), "_matrices": {}}
 
 
 class JointWeight:
@@ -151,10 +153,6 @@ class JointWeight:
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
         return CpuMatrix((self._starts[-1], self._layers[0].input_dims), expand, keep)
-
-
-def _same(seen: tuple | None, now: tuple) -> bool:
-    return seen is not None and all(a is b for a, b in zip(seen, now, strict=True))
 
 
 # --- stock layers that conversion left alone -------------------------------------------------
