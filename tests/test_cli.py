@@ -59,6 +59,27 @@ def test_what_comes_after_a_command_is_not_ended_by_its_signals():
     assert (done.returncode, done.stdout) == (0, "130\n0\n")
 
 
+def test_a_signal_between_commands_is_not_the_next_ones():
+    done = python(
+        "import signal, threading\n"
+        "from turboquant_mlx import cli\n"
+        "cli.run(lambda argv: 0, [])\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    cli.raise_if_interrupted()\n"
+        "print(cli.run(lambda argv: 0, []))\n"
+        "def keeps_it(argv):\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        other = threading.Thread(target=cli.run, args=(lambda argv: 0, []))\n"
+        "        other.start(), other.join()\n"
+        "print(cli.run(keeps_it, []))\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n130\n")
+
+
 def test_other_faults_are_shown_as_ever():
     done = python("import turboquant_mlx.cli; 1 / 0")
     assert done.returncode == 1

@@ -32,7 +32,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -85,8 +85,11 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         141 when the reader of our output went away (as a shell reports SIGPIPE).
     """
     _open_closed_streams()
-    _remember_ctrl_c()
-    _end_cleanly_on_sigterm()
+    with _signals_noted():
+        return _run(command, argv)
+
+
+def _run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
     try:
@@ -125,16 +128,14 @@ def run(command: Callable[[Sequence[str] | None], int | None], argv: Sequence[st
         hint = "fewer bits or a shorter prompt need less"
         print_error(TurboQuantError("out of memory", hint))
         return EXIT_ERROR
-    finally:
-        _forget_signals()
 
 
 def raise_if_interrupted() -> None:
     """End again if Ctrl-C was pressed, or an end was asked for, and somebody else kept that.
 
     Python raises the exception wherever it happens to be, which may be deep in a library, or below
-    C code that drops exceptions. So long work asks here at every step. Does nothing in a process
-    whose signals are not ours (``run`` was not called, or the caller ignores them).
+    C code that drops exceptions. So long work asks here at every step. Does nothing where signals
+    are not ours: outside of ``run``, or where the caller ignores them.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C.
@@ -147,33 +148,43 @@ def raise_if_interrupted() -> None:
 
 
 _asked_to_end = 0
-"""Number of the signal that did, 0 for none."""
+"""Number of the signal that did during a command, 0 for none."""
+
+_commands = 0
+"""How many are at work in the main thread, one within the other."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     global _asked_to_end
-    _asked_to_end = number
-    raise_if_interrupted()
+    if _commands:
+        _asked_to_end = number
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
-def _remember_ctrl_c() -> None:
-    """Let ``raise_if_interrupted`` know of a Ctrl-C from now on."""
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[None]:
+    """Let ``raise_if_interrupted`` know of Ctrl-C, and let a request to end unwind the stack, so
+    that what is half written is removed.
+
+    Signals reach the main thread alone, and what comes after a command is not ended by its own.
+    """
+    global _asked_to_end, _commands
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     # whoever starts us with Ctrl-C ignored, as nohup does, wants us to go on
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
-
-
-def _forget_signals() -> None:
-    """What comes after a command in this process is not to be ended by them."""
-    global _asked_to_end
-    _asked_to_end = 0
-
-
-def _end_cleanly_on_sigterm() -> None:
-    """Let a request to end unwind the stack, so that what is half written is removed."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _note)
+    signal.signal(signal.SIGTERM, _note)
+    _commands += 1
+    try:
+        yield
+    finally:
+        _commands -= 1
+        if not _commands:
+            _asked_to_end = 0
 
 
 def _slow_progress_in_logs() -> None:

@@ -81,7 +81,7 @@ def test_what_is_given_twice_is_done_once():
         ({"variants": ("--no-such-thing",)}, "unrecognized arguments: --no-such-thing"),
         ({"variants": ("--dtype float16 --streaming",)}, "not supported together"),
         ({"variants": ("--target-bpw 3.7",)}, "--target-bpw takes the place of a width"),
-        ({"bits": (2,), "variants": ("--target-bpw 3",)}, "each of --bits (2 here)"),
+        ({"bits": (3,), "variants": ("--target-bpw 3",)}, "variants run at each of --bits"),
     ],
 )
 def test_options_that_cannot_be_meant(given, message, capsys):

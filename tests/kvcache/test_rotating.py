@@ -537,6 +537,17 @@ def test_a_draft_can_be_taken_back_from_a_window_that_has_turned_around(n, keep)
     assert same(cache, single(n + 21, keep=keep))
 
 
+@pytest.mark.parametrize("back", [3, 12, 15])
+def test_a_draft_that_crosses_the_end_of_the_window_can_be_taken_back(back):
+    cache = single(40)
+    feed(cache, [16], at=40)
+    assert cache.trim(back) == back
+    assert cache.offset == 56 - back
+    assert same(cache, single(56 - back))
+    feed(cache, [20], at=56 - back)
+    assert same(cache, single(76 - back))
+
+
 def test_rows_take_back_different_numbers_of_tokens():
     lengths, back = [70, 20, 55], [0, 3, 1]
     batch = TurboQuantRotatingKVCache.merge([single(n, row=r) for r, n in enumerate(lengths)])

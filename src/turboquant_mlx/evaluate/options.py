@@ -139,6 +139,12 @@ def parse_variant(text: str) -> dict[str, Any]:
     for name in _NOT_FOR_VARIANTS:
         if name in given:
             raise OptionError(f"--variant {text!r}: {flag(name)} is set by evaluate itself")
+    if "target_bpw" in given:
+        raise OptionError(
+            f"--variant {text!r}: --target-bpw takes the place of a width, and variants run at "
+            "each of --bits",
+            hint="convert with --target-bpw first, then name that folder with --compare",
+        )
     try:
         ConvertOptions(**given)
     except OptionError as error:
@@ -151,12 +157,6 @@ def _check_variant(text: str, bits: int, given: dict[str, Any]) -> None:
     try:
         ConvertOptions(**{"bits": bits} | given)
     except OptionError as error:
-        if "target_bpw" in given:
-            raise OptionError(
-                f"--variant {text!r}: --target-bpw takes the place of a width, and variants run "
-                f"at each of --bits ({bits} here)",
-                hint="convert with --target-bpw first, then name that folder with --compare",
-            ) from None
         raise OptionError(f"--variant {text!r}: {error.message}", error.hint) from None
 
 

@@ -95,7 +95,8 @@ def _without_padding(mask: mx.array, store: PackedStore) -> mx.array:
     there = mx.arange(store.columns) >= mx.array(store.padding)[:, None, None, None]
     if mask.dtype == mx.bool_:
         return mask & there
-    return mx.where(there, mask, mx.array(-mx.inf, mask.dtype))
+    # finite, or a query that sees nothing, padding itself, would become NaN
+    return mx.where(there, mask, mx.array(mx.finfo(mask.dtype).min, mask.dtype))
 
 
 def _prepared(

@@ -107,10 +107,10 @@ class RotatingPackedCache(PackedCache):
     def trim(self, n: int) -> int:
         """Forget the last n tokens; returns how many there were to forget.
 
-        Once the window has turned around that is all or nothing: the tokens of the latest append,
-        for which nothing has been forgotten yet, can be taken back (those of a draft, say).
+        Once something was forgotten that is all or nothing: the tokens of the latest append, for
+        which nothing has been forgotten yet, can be taken back (those of a draft, say).
         """
-        if self.is_trimmable() or n <= self.store.live - (self.max_size - 1):
+        if not any(self.store.dropped) or n <= self.store.live - (self.max_size - 1):
             return super().trim(n)
         return 0
 

@@ -261,7 +261,7 @@ def _cpu_twin(kind: type) -> type | None:
     return type(f"Cpu{kind.__name__}", (mixin, kind), {"__module__": __name__})
 
 
-def _adopt(layer: nn.Module) -> None:
+def adopt(layer: nn.Module) -> None:
     """Turn a stock layer into its CPU twin in place; parameters and isinstance checks stay."""
     twin = _cpu_twin(type(layer))
     if twin is None:
@@ -323,7 +323,7 @@ def prepare(model: nn.Module, expand: CpuExpand = "auto") -> None:
             is free now, and says on the log if they do not.
     """
     for _, layer in model.named_modules():
-        _adopt(layer)
+        adopt(layer)
     keep = expand == "always"
     if expand == "auto":
         needed, free = expanded_bytes(model), available_memory_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..kernels.cpu_matrix import CpuMatrix
 from ..kernels.dialect import Dialect
@@ -50,6 +51,12 @@ class TurboQuantLinear(PackedLayer):
         if "bias" in self:
             y = (y + self.bias).astype(x.dtype)
         return y
+
+    def to_lora(self, r: int = 8, scale: float = 20.0, dropout: float = 0.0) -> nn.Module:
+        """This layer with a low-rank adapter of mlx-lm's, see ``lora``."""
+        from .lora import adapted
+
+        return adapted(self, r, scale, dropout)
 
     def _on_cpu(self, x: mx.array) -> mx.array | None:
         """The product by NumPy, or None while a transformation traces."""

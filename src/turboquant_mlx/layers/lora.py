@@ -15,7 +15,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from ..errors import OptionError
+from ..kernels.dispatch import backend
 from ..quant.weight import dequantize_weight
+from .cpu import adopt
 
 if TYPE_CHECKING:
     from .packed import PackedLayer
@@ -71,7 +73,7 @@ def _decoded(layer: PackedLayer, dequantize: bool) -> mx.array:
     if not dequantize:
         raise OptionError(
             "an adapter cannot be merged into a packed weight",
-            hint="keep it as an adapter, or ask for dequantized layers (mlx_lm.fuse --dequantize)",
+            hint="keep it as an adapter; layer.fuse(dequantize=True) gives a plain layer",
         )
     return dequantize_weight(layer.packed())
 
@@ -80,4 +82,6 @@ def _filled(made: nn.Module, weight: mx.array, layer: PackedLayer) -> nn.Module:
     made.weight = weight.astype(MERGED_DTYPE)
     if "bias" in layer:
         made.bias = layer.bias
+    if backend() == "cpu":
+        adopt(made)  # MLX's own product of experts takes float32 alone there
     return made

@@ -105,12 +105,6 @@ class PackedLayer(nn.Module):
             qjl_multiplier=self.group.qjl_multiplier if with_qjl else None,
         )
 
-    def to_lora(self, r: int = 8, scale: float = 20.0, dropout: float = 0.0) -> nn.Module:
-        """This layer with a low-rank adapter of mlx-lm's, see ``lora``."""
-        from .lora import adapted
-
-        return adapted(self, r, scale, dropout)
-
     def __setitem__(self, name: str, value: object) -> None:
         """Set a parameter; the packed ones keep the dtype that their format has.
 

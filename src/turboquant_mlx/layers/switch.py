@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..kernels.cpu_matrix import CpuMatrix, expert_product
 from ..kernels.dispatch import Backend, backend, is_differentiated, is_traced, kernels_of
@@ -59,6 +60,12 @@ class TurboQuantSwitchLinear(PackedLayer):
         if "bias" in self:
             y = (y + mx.expand_dims(self.bias[indices], -2)).astype(x.dtype)
         return y
+
+    def to_lora(self, r: int = 8, scale: float = 20.0, dropout: float = 0.0) -> nn.Module:
+        """This layer with a low-rank adapter of mlx-lm's, see ``lora``."""
+        from .lora import adapted
+
+        return adapted(self, r, scale, dropout)
 
     def _on_cpu(self, x: mx.array, indices: mx.array) -> mx.array | None:
         """The products by NumPy, or None while a transformation traces or takes gradients."""
