@@ -379,6 +379,14 @@ def test_a_fault_of_ours_is_not_the_models(answer, monkeypatch):
         answer(["a"], *GREEDY)
 
 
+def assert_interrupted(result, after: int) -> None:
+    assert result.code == 130
+    assert result.out == "a" * after + "\n"
+    assert f"generated: {after} tokens" in result.err
+    assert "(interrupted)" in result.err
+    assert result.err.endswith("\ninterrupted\n")
+
+
 def test_ctrl_c_ends_with_130_and_says_what_was_done_so_far(answer, monkeypatch):
     def interrupted(responses, out, statistics):
         def some():
@@ -391,12 +399,7 @@ def test_ctrl_c_ends_with_130_and_says_what_was_done_so_far(answer, monkeypatch)
 
     real = command.stream_answer
     monkeypatch.setattr(command, "stream_answer", interrupted)
-    result = answer(["a"], *GREEDY)
-    assert result.code == 130
-    assert result.out == "aaa\n"
-    assert "generated: 3 tokens" in result.err
-    assert "(interrupted)" in result.err
-    assert result.err.endswith("\ninterrupted\n")
+    assert_interrupted(answer(["a"], *GREEDY), after=3)
 
 
 def test_ctrl_c_before_the_first_token_says_only_that(answer):
@@ -414,12 +417,7 @@ def test_ctrl_c_that_a_library_keeps_to_itself_still_ends(answer, monkeypatch):
 
     real = mlx_lm.stream_generate
     monkeypatch.setattr(mlx_lm, "stream_generate", deaf)
-    result = answer(["a"], *GREEDY)
-    assert result.code == 130
-    assert result.out == "aaaa\n"
-    assert "generated: 4 tokens" in result.err
-    assert "(interrupted)" in result.err
-    assert result.err.endswith("\ninterrupted\n")
+    assert_interrupted(answer(["a"], *GREEDY), after=4)
     assert answer(["a", END], *GREEDY).code == 0
 
 

@@ -95,10 +95,15 @@ def named_run_errors(path: Path, model: Any) -> Iterator[None]:
             if text != _TOO_LARGE:
                 raise
             text = "a number is too large"
-        raise CheckpointError(
-            f"{path}: the model cannot be run: {text}",
-            hint="a value of its config.json may be wrong or missing",
-        ) from error
+        raise cannot_be_run(f"{path}: the model", text) from error
+
+
+def cannot_be_run(model: str, reason: str) -> CheckpointError:
+    """The error of a model whose own code fails; ``model`` is what to call it."""
+    return CheckpointError(
+        f"{model} cannot be run: {reason}",
+        hint="a value of its config.json may be wrong or missing",
+    )
 
 
 def _is_of_cache(frame: FrameType) -> bool:

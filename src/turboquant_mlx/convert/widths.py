@@ -59,8 +59,7 @@ def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
         text: to run through the 16-bit model.
         progress: show a progress bar on stderr.
     """
-    weights, fixed = _fixed(job, sizes)
-    budget = int(_target(job) * weights / 8) - fixed
+    budget = budget_bytes(job, sizes)
     if budget >= sum(module[BITS[-1]] for module in sizes.values()):
         job.set_widths(dict.fromkeys(sizes, BITS[-1]))  # nothing to choose
         return
@@ -90,6 +89,12 @@ def share_bits(job: Job, sizes: Sizes, text: str, progress: bool) -> None:
         budget,
     )
     job.set_widths({path: widths[name] for name, paths in parts.items() for path in paths})
+
+
+def budget_bytes(job: Job, sizes: Sizes) -> int:
+    """What the target leaves for the modules whose width is to be found."""
+    weights, fixed = _fixed(job, sizes)
+    return int(_target(job) * weights / 8) - fixed
 
 
 def _target(job: Job) -> float:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..checkpoint.named_error import cannot_be_run
 from ..errors import CheckpointError
 from .reference import Forward
 
@@ -64,10 +65,7 @@ def forward_of(model: nn.Module) -> Forward:
                 mx.eval(logits)
         except (ValueError, TypeError, LookupError) as error:  # what a bad config leads to
             text = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(
-                f"this model cannot be run: {text.rstrip('.')}",
-                hint="a value of its config.json may be wrong or missing",
-            ) from error
+            raise cannot_be_run("this model", text.rstrip(".")) from error
         if not isinstance(logits, mx.array):
             raise CheckpointError("the model does not return plain logits and cannot be scored")
         return np.array(logits, copy=False)

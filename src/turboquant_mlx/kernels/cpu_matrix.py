@@ -187,24 +187,15 @@ class CpuMatrix:
         rows, columns = self.shape
         product: Any = mx.custom_function(_linear(self.multiply, columns, rows))
         transposed: Any = mx.custom_function(_linear(self.multiply_transposed, rows, columns))
-
-        @product.vjp
-        def product_vjp(x, cotangent, _):
-            return transposed(cotangent).astype(x.dtype)
-
-        @product.jvp
-        def product_jvp(x, tangent):
-            return product(tangent)
-
-        @transposed.vjp
-        def transposed_vjp(y, cotangent, _):
-            return product(cotangent).astype(y.dtype)
-
-        @transposed.jvp
-        def transposed_jvp(y, tangent):
-            return transposed(tangent)
-
+        _set_derivatives(product, transposed)
+        _set_derivatives(transposed, product)
         return product
+
+
+def _set_derivatives(linear: Any, adjoint: Any) -> None:
+    """Tell MLX the derivatives of a linear function, both of them linear functions again."""
+    linear.vjp(lambda x, cotangent, _: adjoint(cotangent).astype(x.dtype))
+    linear.jvp(lambda _, tangent: linear(tangent))
 
 
 def _linear(

@@ -117,17 +117,13 @@ def parse_options(text: str) -> ConvertOptions:
     if "bits" in values and "target_bpw" in values:
         raise OptionError("--convert: bits and target-bpw exclude each other")
     options = ConvertOptions(**values)
-    for path in (options.balance_text, options.feedback_text):
-        if path is not None:
-            _check_text(path)
+    texts = [text for text in (options.balance_text, options.feedback_text) if text is not None]
+    if texts:
+        from ..convert.balance import load_text
+
+        for text in texts:
+            load_text(text)  # as the converter would, to say what keeps it from that
     return options
-
-
-def _check_text(path: str) -> None:
-    """Make sure that the converter could read a text."""
-    from ..convert.balance import load_text
-
-    load_text(path)
 
 
 def _value(name: str, default: Any, text: str | None) -> Any:
@@ -218,7 +214,7 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
     if plan.quantizes_nothing:
         raise pipeline.nothing_to_do(source, plan)
     job = Job(source, options, infos, plan)
-    rest = 0 if options.target_bpw is None else _lay_out_target(job, options.target_bpw)
+    rest = 0 if options.target_bpw is None else _lay_out_target(job)
     tensors, end = {}, 0
     for stored in (tensor for group in job.layout.values() for tensor in group):
         tensors[stored.name] = TensorInfo(
@@ -238,8 +234,8 @@ def _project(path: Path, options: ConvertOptions, text: str) -> Conversion:
     )
 
 
-def _lay_out_target(job: Any, target: float) -> int:
-    """Lay a job out with the most whole bits that the target permits for all parts alike.
+def _lay_out_target(job: Any) -> int:
+    """Lay a job out with the most whole bits that its target permits for all parts alike.
 
     Returns:
         bytes that the target leaves beyond these: the conversion gives them to some of the parts.
@@ -251,11 +247,8 @@ def _lay_out_target(job: Any, target: float) -> int:
 
     sizes = widths.sizes_of(job)
     job.plan.notices.extend(widths.check_target(job, sizes))
-    packed = [path for path, entry in job.manifest.modules.items() if not entry.is_affine]
-    weights = sum(job.manifest.modules[path].num_weights for path in packed)
-    fixed = sum(job.bytes_of(path) for path in packed if path not in sizes)
-    budget = int(target * weights / 8)
-    taken = {bits: fixed + sum(module[bits] for module in sizes.values()) for bits in BITS}
+    budget = widths.budget_bytes(job, sizes)
+    taken = {bits: sum(module[bits] for module in sizes.values()) for bits in BITS}
     width = max((bits for bits in BITS if taken[bits] <= budget), default=BITS[0])
     job.set_widths(dict.fromkeys(sizes, width))
     return 0 if width == BITS[-1] else max(budget - taken[width], 0)

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import OptionError
-from ..kvcache.geometry import (
-    Attention,
-    Geometry,
-    describe,
-    packing,
-    text_config,
-    why_unknown,
-)
-from ..kvcache.spec import DEFAULT_MIN_TOKENS, KVSpec
+from ..kvcache.geometry import Attention, Geometry, describe, text_config, why_unknown
+from ..kvcache.spec import KVSpec
 from . import DEFAULT_CONTEXT
+from .cache import (
+    GROWN_LAYERS,
+    describe_kinds,
+    describe_size,
+    packing_bytes,
+    size_of,
+    without_idle_packing,
+)
 from .headers import ModelFiles
 from .machine import GB, MIB, Machine
 from .verdict import DEFAULT_CHUNK, Verdict, judge, kv_flags
@@ -40,11 +41,9 @@ _LIVE_HIDDEN = 6
 _LIVE_MLP = 3
 # MLX hands a GPU its work in batches and frees an array when the batch that last reads it is done.
 # On an H200 a batch is 100 operations, a decoder layer about 25 of them: while one batch runs and
-# the next is queued, the arrays of 8 layers exist. A cache that has grown replaces the old one at
-# the end of the batch after its own, so those of 12 layers exist twice. Metal's batches are 40 to
-# 50 operations: there this is an upper bound.
+# the next is queued, the arrays of 8 layers exist. Metal's batches are 40 to 50 operations: there
+# this is an upper bound, and so is ``cache.GROWN_LAYERS``.
 _LIVE_LAYERS = 8
-_GROWN_LAYERS = 12
 # Heads for which MLX's fused attention needs no score matrix; where it does, scores and their
 # exponentials exist at once.
 _FUSED_DIMS = {"metal": (64, 80, 128), "cuda": (64, 80, 96, 128), "cpu": ()}
@@ -211,10 +210,10 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
         OptionError: the request does not suit the model.
     """
     weights = weigh(model)
-    longest = _size(text_config(model.config), "max_position_embeddings")
+    longest = size_of(text_config(model.config), "max_position_embeddings")
     if request.default_context:
         request = replace(request, context=min(request.context, longest or request.context))
-    request, notes = _without_idle_packing(model.config, request)
+    request, notes = without_idle_packing(model.config, request)
     projection = project(model.config, weights, machine, request)
     warnings = []
     if projection.geometry is None:
@@ -254,26 +253,6 @@ def plan_model(model: ModelFiles, machine: Machine, request: Request) -> Plan:
         warnings += _chunk_warning(model.config, weights, machine, projection, verdict)
     notes = [*model.notes, *notes]
     return Plan(model, weights, machine, projection, verdict, tuple(warnings), tuple(notes))
-
-
-def _without_idle_packing(config: Mapping[str, Any], request: Request) -> tuple[Request, list[str]]:
-    """The request without a packing that would not begin before its context ends, and a note."""
-    kv, geometry = request.kv, describe(config)
-    if kv is None or geometry is None:
-        return request, []
-    specs = [spec for spec in (packing(piece, kv) for piece in geometry.pieces()) if spec]
-    if not specs or any(spec.warm_tokens <= request.context for spec in specs):
-        return request, []
-    if kv.start > kv.min_tokens + kv.mean_tokens:
-        why = f"--quantized-kv-start {kv.start}"
-    elif kv.min_tokens > DEFAULT_MIN_TOKENS:
-        why = f"--kv-min-tokens {kv.min_tokens}"
-    else:
-        why = "the first tokens wait for one another"
-    begin = min(spec.warm_tokens for spec in specs)
-    note = f"the key-value cache stays in 16 bits: packing begins at {begin} tokens ({why}), and "
-    note += f"--context is {request.context}"
-    return replace(request, kv=None, kv_bits=None), [note]
 
 
 def _chunk_warning(
@@ -321,14 +300,14 @@ def _project(
     kv, per_token = Term(None, "unknown: " + why_unknown(config)), None
     if geometry is not None:
         size = geometry.nbytes(request.context, request.kv, element_bytes)
-        kv = Term(size, _kv_basis(config, request))
+        kv = Term(size, describe_size(config, request))
         per_token = geometry.bytes_per_token(request.kv, element_bytes)
     workspace = _workspace(config, geometry, weights, machine, request, step)
-    if geometry is not None and workspace.bytes is not None:
-        extra = _packing_bytes(geometry, machine, request, element_bytes)
+    if geometry is not None and request.kv is not None and workspace.bytes is not None:
+        extra = packing_bytes(geometry, machine, request, element_bytes)
         if extra:
-            until = request.kv.warm_tokens if request.kv is not None else 0
-            text = f"{workspace.basis}, and the 16-bit cache until {until} tokens are packed"
+            until = f"until {request.kv.warm_tokens} tokens are packed"
+            text = f"{workspace.basis}, and the 16-bit cache {until}"
             workspace = Term(workspace.bytes + extra, text)
     loaded, basis = weights.loaded, weights.basis
     if request.ngram_offload and weights.ngram:
@@ -344,57 +323,10 @@ def _project(
         step=step,
         ceiling=Term(machine.ceiling_bytes, machine.ceiling_basis),
         geometry=geometry,
-        kv_note="" if geometry is None else _kv_note(geometry, request),
+        kv_note="" if geometry is None else describe_kinds(geometry, request),
         kv_per_token=per_token,
     )
     return replace(projection, experts_hot=_hot_experts(weights, machine, projection))
-
-
-def _packing_bytes(
-    geometry: Geometry, machine: Machine, request: Request, element_bytes: int
-) -> int:
-    """Bytes beyond those of the cache at the end that exist while it is packed: the tokens that
-    waited for --quantized-kv-start in 16 bits, and what exists twice beside them, the packed
-    copies of the layers that are at work (and on a GPU the grown 16-bit ones)."""
-    kv, context = request.kv, request.context
-    if kv is None or not kv.start or kv.warm_tokens > context:
-        return 0
-
-    def waiting(packed: KVSpec | None, tokens: int) -> int:
-        kinds = geometry.bytes_by_kind(tokens, packed, element_bytes)
-        return sum(kinds.get(kind, 0) for kind in ("full", "latent"))
-
-    before, count = kv.warm_tokens - 1, len(geometry.layers)
-    # a packed cache that waits has no more room than it waits for; one of a window may be packed
-    held = min(geometry.nbytes(before, spec, element_bytes) for spec in (None, kv))
-    if machine.backend == "cpu":
-        twice = waiting(kv, kv.warm_tokens) // count
-    else:
-        grown = waiting(None, before) - waiting(kv, context)
-        twice = (waiting(kv, kv.warm_tokens) + grown) * min(_GROWN_LAYERS, count) // count
-    return max(held + twice - geometry.nbytes(context, kv, element_bytes), 0)
-
-
-def _kv_basis(config: Mapping[str, Any], request: Request) -> str:
-    kind = "16-bit" if request.kv is None else request.kv.describe()
-    longest = _size(text_config(config), "max_position_embeddings")
-    made_for = request.default_context and request.context == longest
-    cut = " (what the model was made for)" if made_for else ""
-    return f"{kind} at {request.context} tokens{cut}, from config.json"
-
-
-def _kv_note(geometry: Geometry, request: Request) -> str:
-    """How many caches of which kind, and how many of them are packed."""
-    kv = request.kv
-    kinds = ("full", "window", "chunked", "latent", "compressed", "index", "state")
-    counts = [f"{geometry.count(kind)} {kind}" for kind in kinds if geometry.count(kind)]
-    text = ", ".join(counts) or "none"
-    if kv is None:
-        return text
-    specs = (packing(piece, kv) for piece in geometry.pieces())
-    later = sum(spec is not None and spec.warm_tokens > request.context for spec in specs)
-    packed = max(geometry.packed(kv) - later, 0)
-    return f"{text}; {packed} packed as {kv.describe()}"
 
 
 def _expanded(weights: Weights, machine: Machine, loaded: int) -> Term:
@@ -410,7 +342,7 @@ def _expanded(weights: Weights, machine: Machine, loaded: int) -> Term:
 
 def _reserve(config: Mapping[str, Any], machine: Machine) -> Term:
     if machine.backend == "cpu":
-        vocabulary = _size(text_config(config), "vocab_size") or 0
+        vocabulary = size_of(text_config(config), "vocab_size") or 0
         size = _CPU_RESERVE + _TOKENIZER_BYTES * vocabulary
         return Term(size, "Python, libraries and tokenizer, measured")
     return Term(_GPU_RESERVE, "allocator and runtime, a fixed allowance")
@@ -425,16 +357,16 @@ def _workspace(
     step: int,
 ) -> Term:
     text = text_config(config)
-    hidden = _size(text, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
+    hidden = size_of(text, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
     if hidden is None:
         return Term(None, "unknown: config.json has no hidden_size")
-    heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
-    inner = _size(text, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    heads = size_of(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
+    inner = size_of(text, "intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
     if weights.is_moe:
-        routed = _size(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
+        routed = size_of(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
         per_token = (weights.experts_per_token or 1) * (routed * _LIVE_MLP + 2 * hidden)
         inner = max(inner, per_token // _LIVE_MLP)
-    vocabulary = _size(text, "vocab_size") or 0
+    vocabulary = size_of(text, "vocab_size") or 0
     rows = min(step, request.context)
     width = 6 if machine.backend == "cpu" else 2  # 16-bit activations, float32 ones beside on a CPU
     layers = weights.layers or 1
@@ -480,7 +412,7 @@ def _attention(
         return scores, 0
     kinds = geometry.bytes_by_kind(context, request.kv)
     growing = sum(kinds.get(kind, 0) for kind in ("full", "latent", "index", "compressed"))
-    return scores, growing * min(_GROWN_LAYERS, len(geometry.layers)) // len(geometry.layers)
+    return scores, growing * min(GROWN_LAYERS, len(geometry.layers)) // len(geometry.layers)
 
 
 def _hot_experts(weights: Weights, machine: Machine, projection: Projection) -> int | None:
@@ -490,11 +422,3 @@ def _hot_experts(weights: Weights, machine: Machine, projection: Projection) -> 
     if machine.backend == "cpu":
         return None
     return max(machine.ceiling_bytes - (projection.peak - weights.experts), 0)
-
-
-def _size(config: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40:
-            return value
-    return None
